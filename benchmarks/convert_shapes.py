@@ -7,7 +7,7 @@ disk, and the writer leaves holes for zeros (tests/support/sparse_checkpoints.py
 real weights: every byte is read, checked, checksummed and passed to the writer.
 
 Without --whole the plans are made only (`--dry-run`): all headers of the source are read, all files of the
-target are planned. With --whole both conversions and `verify` run to their end: an hour for Ultra.
+target are planned. With --whole both conversions and `convert verify` run to their end: an hour for Ultra.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def commands(folder: Path, hf: Path, whole: bool, workers: int) -> dict[str, tup
         return {
             "from-hf": ("convert", "from-hf", hf, megatron, *count),
             "to-hf": ("convert", "to-hf", megatron, back, *count),
-            "verify": ("verify", megatron, back, *count),
+            "verify": ("convert", "verify", megatron, back, *count),
         }
     write_megatron(megatron, hf)
     return {

@@ -6,7 +6,7 @@
     distill   a small model trained on the text, on KL(teacher || student), on half of each, and on half of
               each with a teacher of another tokenizer (X-Token, docs/post_training.md)
     stored    the same model trained on KL from 32, 128 or 512 stored tokens of each position: the most
-              probable ones, or half of them drawn from the others (`nemotron3 logits`)
+              probable ones, or half of them drawn from the others (`nemotron3 distill logits`)
     prune     a model cut to 55 % of its parameters: as it is, trained on the text and on the teacher; and a
               model of these sizes from random weights
     parts, layers, experts    which parts of a model are cut, and in which layers (pruning_choices.py)
@@ -219,7 +219,7 @@ def on_stored(
 
 
 def stored(lab: Lab, seed: int) -> Results:
-    """Students of the same size and tokens, from what `nemotron3 logits` keeps of a teacher."""
+    """Students of the same size and tokens, from what `nemotron3 distill logits` keeps of a teacher."""
     teacher = lab.teacher(seed)
     losses: dict[str, Loss] = {"the text": on_text, "KL(teacher || student)": on_teacher(teacher)}
     for k in (32, 128, 512):
@@ -317,7 +317,7 @@ def heads(lab: Lab, seed: int, arms: dict[str, Boost]) -> Results:
 
 
 def boost(lab: Lab, seed: int) -> Results:
-    """Trained on the text, and as `nemotron3 boost` does it."""
+    """Trained on the text, and as `nemotron3 train boost` does it."""
     return heads(lab, seed, {"on the text": Boost("ce"), "KL, mixed": Boost(mix=1.0)})
 
 

@@ -2,8 +2,9 @@
 
     parts     a model cut to 55 % of its parameters: with the parts that importance names, with random ones,
               and with the least important
-    layers    experts cut to half their width: alike in every layer; by layer as `nemotron3 search` chooses
-              under the same number of parameters; by layer at random; as searched, with the layers in reverse
+    layers    experts cut to half their width: alike in every layer; by layer as `nemotron3 prune search`
+              chooses under the same number of parameters; by layer at random; as searched, with the layers in
+              reverse
     experts   the model of `layers` without one of its experts: how much is there to choose from
 
 Every cut is measured as it is, and after a short distillation from the model before the cut. All arms of a

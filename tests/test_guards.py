@@ -24,7 +24,7 @@ from megatron_nemotron3.train import processes as machine
 ROOT = Path(__file__).parents[1]
 
 PLOTS = (
-    ["watch", ".", "--output"],
+    ["report", "monitors", ".", "--output"],
     ["precision", "super", "--output"],
 )
 
@@ -107,7 +107,7 @@ def test_what_train_cannot_read_is_noticed_before_anything_is_imported(
 
 
 def test_a_tokenizer_that_is_none_fails_before_any_import(tmp_path: Path) -> None:
-    for words in (["generate", "--checkpoint", ".", "--prompt", "x"], ["evaluate", "--checkpoint", "."]):
+    for words in (["generate", ".", "--prompt", "x"], ["evaluate", "."]):
         code = (
             "import sys; sys.modules |= dict.fromkeys(('torch', 'megatron', 'transformers', 'numpy'))\n"
             f"from megatron_nemotron3 import cli; sys.exit(cli.main({[*words, '--tokenizer', '/none']}))"
@@ -224,7 +224,7 @@ IMPORTS = {
     [
         (["train", "nano", "--tiny"], "passes"),
         (["run", "script.py"], "swallows"),
-        (["generate", "--checkpoint", ".", "--prompt", "x"], "renames"),
+        (["generate", ".", "--prompt", "x"], "renames"),
     ],
 )
 def test_an_interrupt_during_an_import(command: list[str], kind: str, tmp_path: Path) -> None:

@@ -64,6 +64,7 @@ LIGHT = (
     "cli.doctor",
     "cli.recipes",
     "cli.report",
+    "cli.show",
     "common",
     "common.lock",
     "common.processes",

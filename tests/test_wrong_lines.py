@@ -38,7 +38,7 @@ LINES: dict[str, tuple[str, ...]] = {
         "nano --gpus 8 --gpu h100 --gbs -3", "q.json --gpus 1 --gpu h100 --plot dir",
         'nano --gpus 8 --gpu h100 --plot ""',
     ),
-    "watch": (
+    "report monitors": (
         "", "dir", "file.txt", "pipe", "/dev/zero", '""',
     ),
     "check": (
@@ -49,36 +49,36 @@ LINES: dict[str, tuple[str, ...]] = {
         "to-hf dir out --model q.json", "to-hf dir out --workers 0", "to-hf / out",
         "from-hf dir dir/x --model empty.json",
     ),
-    "verify": (
+    "convert verify": (
         "", "dir", "file.txt", "pipe", "dir --model super --tiny", "dir --vocab-size 0",
     ),
-    "refit": (
+    "plan refit": (
         "", "super", "super --from tp=2", "super --from tp=0 --to tp=2", "super --from tp=2,tp=2 --to tp=1",
         "super --from tp=999999999 --to tp=1", "super --from tp=3 --to tp=1",
         "super --from tp=2 --to tp=2,ep=3", "super --from tp=2 --to tp=2 --buffer 0",
         "super --from tp=2 --to tp=2 --delta nope",
     ),
     "bisect": (
-        "", "--checkpoint dir --trainer nope --engine nope",
-        "--checkpoint dir --trainer file.txt --engine file.txt",
-        "--checkpoint dir --trainer file.txt --engine file.txt --first 0",
-        "--checkpoint dir --trainer file.txt --engine file.txt --tiny",
+        "", "dir --trainer nope --engine nope",
+        "dir --trainer file.txt --engine file.txt",
+        "dir --trainer file.txt --engine file.txt --first 0",
+        "dir --trainer file.txt --engine file.txt --tiny",
     ),
-    "boundary": (
+    "plan boundary": (
         "", "--from tp=2", "--from tp=x --to tp=1", "--from tp=2 --to tp=2 --rows -1", '--from "" --to ""',
         "--from tp=2 --to tp=2 --plot dir", "--from tp=999999999 --to tp=1",
         "--from tp=2 --to tp=2 --samples 0",
     ),
     "generate": (
-        "", "--checkpoint nope --prompt x", "--checkpoint pipe --prompt x", '--checkpoint dir --prompt ""',
-        "--checkpoint dir --prompt x --max-new-tokens 0", "--checkpoint dir --prompt-file pipe",
-        "--checkpoint dir --prompt x --model empty.json", "--checkpoint dir --prompt x --draft -1",
+        "", "nope --prompt x", "pipe --prompt x", 'dir --prompt ""',
+        "dir --prompt x --max-new-tokens 0", "dir --prompt-file pipe",
+        "dir --prompt x --model empty.json", "dir --prompt x --draft -1",
     ),
     "evaluate": (
-        "", "--checkpoint nope", "--checkpoint pipe", "--checkpoint dir --tokens 0",
-        "--checkpoint dir --text nope",
+        "", "nope", "pipe", "dir --tokens 0",
+        "dir --text nope",
     ),
-    "xtoken": (
+    "distill projection": (
         "", "nope nope", "dir pipe", "dir dir --output dir", "dir dir --width 0",
         "dir dir --projection nope --width 2",
     ),
@@ -106,7 +106,7 @@ def test_a_wrong_command_line(
     wrong = []
     for line in LINES[command]:
         try:
-            status = cli.main([command, *shlex.split(line)])
+            status = cli.main([*command.split(), *shlex.split(line)])
         except SystemExit as end:
             status = int(end.code or 0)
         said = capsys.readouterr()

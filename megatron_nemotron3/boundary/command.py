@@ -1,4 +1,4 @@
-"""`nemotron3 boundary`: print the transfer plan between two layouts. Needs no GPU and no torch."""
+"""`nemotron3 plan boundary`: print the transfer plan between two layouts. Needs no GPU and no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.boundary.plan import TransferPlan, make_plan, slices_of
 from megatron_nemotron3.boundary.traffic import LINES, describe, explain
 from megatron_nemotron3.common.options import NEEDED, add_command, flag, json_flag, option
-from megatron_nemotron3.common.output import print_json
+from megatron_nemotron3.common.output import count, print_json
 
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
 #: Limits beyond which a table is unreadable and slow to make.
@@ -26,7 +26,7 @@ _rows = partial(option, group="rows of a microbatch")
 
 @dataclass(frozen=True, kw_only=True)
 class BoundaryOptions:
-    """Options of `nemotron3 boundary`."""
+    """Options of `nemotron3 plan boundary`."""
 
     source: str = option(
         f"layout of the sender (the encoder): {_LAYOUT}; with cp= also share=media, zigzag or contiguous",
@@ -57,8 +57,8 @@ class BoundaryOptions:
 
 
 def register(commands: Any) -> None:
-    """Add `nemotron3 boundary`."""
-    add_command(commands.add_parser("boundary"), BoundaryOptions, boundary)
+    """Add `nemotron3 plan boundary`."""
+    add_command(commands.add_parser("plan boundary"), BoundaryOptions, boundary)
 
 
 def boundary(options: BoundaryOptions) -> int:
@@ -88,7 +88,7 @@ def boundary(options: BoundaryOptions) -> int:
         print(f"{module:<17}{layout}: ranks {layout.offset}-{layout.ranks[-1]}, {lanes}{stages}")
     sizes = f"{min(rows):,}" if min(rows) == max(rows) else f"{min(rows):,} to {max(rows):,}"
     print(
-        f"microbatch       {len(rows):,} samples of {sizes} rows of {plan.row_bytes:,} bytes: "
+        f"microbatch       {count(len(rows), 'sample')} of {sizes} rows of {plan.row_bytes:,} bytes: "
         f"{sum(rows) * plan.row_bytes:,} bytes"
     )
     if length:

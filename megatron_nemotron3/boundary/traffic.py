@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from megatron_nemotron3.boundary import intervals
 from megatron_nemotron3.boundary.plan import Ranks, Side, TransferPlan, indexed
-from megatron_nemotron3.common.output import table
+from megatron_nemotron3.common.output import count, table
 
 MODES = {
     "once": "every row is sent once, in equal parts; groups of ranks gather the rest among themselves",
@@ -190,9 +190,9 @@ def explain(plan: TransferPlan, *, lines: int = LINES) -> str:
     text = [
         f"{about['mode']}: {MODES[plan.mode]}",
         f"crossing      {about['crossing']:>16,} bytes (bound {about['crossing_bound']:,}) "
-        f"in {_count_text(len(messages), 'message')}",
+        f"in {count(len(messages), 'message')}",
         f"busiest rank  {about['busiest']:>16,} bytes (bound {about['busiest_bound']:,}): {who}",
-        f"in groups     {about['gathered']:>16,} bytes received from {_count_text(len(gathers), 'gather')}",
+        f"in groups     {about['gathered']:>16,} bytes received from {count(len(gathers), 'gather')}",
         f"local         {about['local']:>16,} bytes copied within a rank",
     ]
     sending = [(g["lane"], ranks_text(g["ranks"]), f"{g['rows']:,}") for g in about["from"]]
@@ -234,10 +234,6 @@ def _gather_text(gather: dict[str, Any]) -> str:
     if gather["kind"] == "broadcast":
         return f"broadcast from {gather['ranks'][0]}"
     return f"all-gather of {gather['part']:,} rows each"
-
-
-def _count_text(number: int, name: str) -> str:
-    return f"{number:,} {name}{'s' * (number != 1)}"
 
 
 def _text_table(header: Sequence[str], rows: Sequence[Sequence[object]], lines: int) -> list[str]:

@@ -241,7 +241,7 @@ def _snapshot(name: str) -> Path:
         if _is_whole(found):
             return found
     print(f"{name}: not in Hugging Face's cache; downloading it (hf://{name} only reads)", file=sys.stderr)
-    patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.py"]
+    patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.py", "LICENSE*", "NOTICE*"]
     try:
         found = Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as problem:  # httpx's, requests' or the package's own

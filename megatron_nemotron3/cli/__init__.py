@@ -7,7 +7,6 @@ stderr.
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import platform
 import shlex
@@ -15,31 +14,28 @@ import sys
 from collections.abc import Sequence
 
 import megatron_nemotron3
-from megatron_nemotron3.cli.table import COMMANDS, CommandParser, Commands
+from megatron_nemotron3.cli.table import CommandParser, Commands, command_of
 
 #: Distributions that decide what this package can do, next to its own version.
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "triton", "transformers")
 
 
-def parser(used: str | None = None) -> argparse.ArgumentParser:
-    """Return the parser of the command line; a test freezes its options."""
+def parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """Return the parser of a command line that begins with these words; other commands are only names."""
     top = CommandParser(
         prog="nemotron3",
         usage="nemotron3 COMMAND ...",
         description="NVIDIA Nemotron 3 on stock Megatron-LM.",
-        epilog="nemotron3 COMMAND -h prints all options of a command.",
+        epilog="nemotron3 COMMAND -h prints all options of a command, and the commands below it.",
     )
     top.add_argument("--version", action="store_true", help="print versions, also of torch and Megatron")
     action = top.add_subparsers(
         title="commands", prog=top.prog, dest="command", metavar="COMMAND", parser_class=CommandParser
     )
     commands = Commands(action)
-    wanted = list(COMMANDS) if used is None else [used] if used in COMMANDS else []
-    for module in dict.fromkeys(COMMANDS[name].module for name in wanted):
-        importlib.import_module(f"megatron_nemotron3.{module}").register(commands)
-    for name in COMMANDS:
-        if name not in action.choices:
-            commands.add_name(name)
+    if name := command_of(words):
+        commands.add(name)
+    commands.add_names()
     return top
 
 
@@ -80,15 +76,15 @@ def _run(argv: list[str]) -> int:
     if "_ARGCOMPLETE" in os.environ:  # for completion by a shell; runs nothing
         import argcomplete
 
-        used = os.environ.get("COMP_LINE", "").split()[1:2]
-        argcomplete.autocomplete(parser(" ".join(used)), always_complete_options=False)
+        words = os.environ.get("COMP_LINE", "").split()[1:]
+        argcomplete.autocomplete(parser(words), always_complete_options=False)
     if argv[:1] == ["run"]:  # every argument after it belongs to the launcher and the script
         from megatron_nemotron3 import run
 
-        run.main(argv[1:], lambda own: parser("run").parse_args(["run", *own]))
+        run.main(argv[1:], lambda own: parser(["run"]).parse_args(["run", *own]))
         return 0
     cut = argv.index("--") if "--" in argv else len(argv)
-    top = parser(argv[0] if argv else "")
+    top, name = parser(argv), command_of(argv)
     options = top.parse_args(argv[:cut])
     extra = argv[cut + 1 :]
     if options.version or options.command is None:
@@ -100,7 +96,9 @@ def _run(argv: list[str]) -> int:
     try:
         if extra and not hasattr(options, "extra"):
             raise ValueError(f"no arguments are allowed after --: drop {' '.join(extra)}")
-        options.extra, options.command_line = extra, shlex.join(["nemotron3", *argv])
+        # Those of --config come first, so the last of two counts as everywhere.
+        options.extra = [*getattr(options, "extra", ()), *extra]
+        options.command_line = shlex.join(["nemotron3", *argv])
         options.main = main  # for a command that consists of commands
         status: int = options.run(options)
         sys.stdout.flush()
@@ -113,12 +111,10 @@ def _run(argv: list[str]) -> int:
         except OSError:  # a full disk; Python would flush again when it ends, and print a traceback
             _drop_output()
         text = printable(str(problem), but="\n")
-        print(f"nemotron3 {options.command}: {text}", file=sys.stderr)
+        print(f"nemotron3 {name}: {text}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as missing:
-        part = "convert" if options.command in ("convert", "verify") else "train"
+        part = "convert" if name.startswith("convert") else "train"
         cure = f"pip install 'megatron-nemotron3[{part}]'"
-        print(
-            f"nemotron3 {options.command}: package {missing.name} is not installed: {cure}", file=sys.stderr
-        )
+        print(f"nemotron3 {name}: package {missing.name} is not installed: {cure}", file=sys.stderr)
         return 2

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from megatron_nemotron3.common.parser import OptionParser
@@ -10,9 +13,11 @@ from megatron_nemotron3.common.parser import OptionParser
 class Command(NamedTuple):
     """One line of the help.
 
+    name: one word; two for a command of another one ("plan boundary"). The other one may do something itself
+        ("plan"), and then takes no argument that is such a word.
     module: below this package; its `register(commands)` calls `commands.add_parser(name)`, adds the options
         and sets `run`, a function from the options to the exit status. It is imported when the command is
-        used, so that the others start without it.
+        used, so that the others start without it. "": the command is only a group of others.
     purpose: a phrase without a full stop, also the first line of the command's own help.
     arguments: those of the example, which runs next to a finished `runs/demo`; a test runs it.
     """
@@ -25,11 +30,22 @@ class Command(NamedTuple):
     @property
     def example(self) -> str:
         """A command line, with `nemotron3`."""
-        return f"nemotron3 {self.name} {self.arguments}".rstrip()
+        return f"nemotron3 {self.name} {self.arguments}".rstrip() if self.module else ""
+
+    @property
+    def below(self) -> list[Command]:
+        """The commands of this one."""
+        return [other for name, other in COMMANDS.items() if name.startswith(f"{self.name} ")]
+
+    @property
+    def help(self) -> str:
+        """The purpose, and the words of the commands below."""
+        words = ", ".join(other.name.partition(" ")[2] for other in self.below)
+        return self.purpose + (f" ({'also: ' * bool(self.module)}{words})" if words else "")
 
 
 _COMMANDS = (
-    Command("show", "models.command", "print the sizes of a model", "super"),
+    Command("show", "cli.show", "print the sizes of a model, or of a checkpoint's", "super"),
     Command("flags", "launch.command", "print Megatron's options for a model", "super --gpu h100"),
     Command(
         "explain",
@@ -51,28 +67,22 @@ _COMMANDS = (
         "nano --gpus 16 --gpu h100",
     ),
     Command(
-        "search",
-        "post_training.compress.search_command",
-        "find the smaller forms of a model that meet a budget and lose least",
-        "super --budget params=75B --vary moe_ffn_hidden_size=1280,1792,2688",
+        "plan boundary",
+        "boundary.command",
+        "show which rows travel between the layouts of two modules",
+        "--from tp=2,dp=2 --to tp=4",
+    ),
+    Command(
+        "plan refit",
+        "inference.refit.command",
+        "plan which weights a trainer's ranks send to an inference engine's",
+        "super --from tp=2,ep=8,pp=4 --to tp=8",
     ),
     Command(
         "certify",
         "proof.certify.command",
         "prove on a CPU that a launch computes what one process computes",
         "super --tp 2 --pp 4 --ep 8 --dp 4",
-    ),
-    Command(
-        "boundary",
-        "boundary.command",
-        "show which rows travel between the layouts of two modules",
-        "--from tp=2,dp=2 --to tp=4",
-    ),
-    Command(
-        "refit",
-        "inference.refit.command",
-        "plan which weights a trainer's ranks send to an inference engine's",
-        "super --from tp=2,ep=8,pp=4 --to tp=8",
     ),
     Command(
         "recipe",
@@ -87,6 +97,12 @@ _COMMANDS = (
         "super --tiny --steps 100",
     ),
     Command(
+        "train boost",
+        "post_training.boost.command",
+        "train the MTP heads of a finished model, so that more drafts are accepted",
+        "runs/demo --output runs/boosted",
+    ),
+    Command(
         "run",
         "run",
         "run a stock Megatron script, on CPU if there is no GPU",
@@ -99,30 +115,44 @@ _COMMANDS = (
         "demo-hf --conversations chats.jsonl --output tuned",
     ),
     Command(
-        "boost",
-        "post_training.boost.command",
-        "train the MTP heads of a finished model, so that more drafts are accepted",
-        "runs/demo --output runs/boosted",
-    ),
-    Command(
         "report",
         "cli.report",
         "write losses, monitors, precision and versions of a run to one HTML file",
         "runs/demo",
     ),
+    Command("report monitors", "train.monitor.watch", "plot the monitored series of a run", "runs/demo"),
+    Command("distill", "", "prepare what a student learns from a teacher", ""),
     Command(
-        "logits",
+        "distill logits",
         "post_training.distill.logits_command",
         "store a teacher's most probable tokens for the rows of a data set",
         "runs/demo --output demo-logits --samples 8 --topk 16",
     ),
-    Command("watch", "train.monitor.watch", "plot the monitored series of a run", "runs/demo"),
-    Command("check", "checkpoints.check", "check that a checkpoint is complete and undamaged", "runs/demo"),
     Command(
-        "convert",
+        "distill projection",
+        "post_training.xtoken.command",
+        "write and inspect the projection between two tokenizers' vocabularies",
+        "runs/demo runs/demo",
+    ),
+    Command("check", "checkpoints.check", "check that a checkpoint is complete and undamaged", "runs/demo"),
+    Command("convert", "", "convert a checkpoint between Megatron and Hugging Face", ""),
+    Command(
+        "convert to-hf",
         "checkpoints.convert.command",
-        "convert a checkpoint between Megatron and Hugging Face",
-        "to-hf runs/demo demo-hf",
+        "convert a Megatron checkpoint to a Hugging Face folder",
+        "runs/demo demo-hf",
+    ),
+    Command(
+        "convert from-hf",
+        "checkpoints.convert.command",
+        "convert a Hugging Face folder to a Megatron checkpoint",
+        "demo-hf demo-megatron",
+    ),
+    Command(
+        "convert verify",
+        "checkpoints.convert.command",
+        "compare two checkpoints tensor by tensor",
+        "runs/demo demo-hf",
     ),
     Command(
         "prune",
@@ -131,68 +161,127 @@ _COMMANDS = (
         "runs/demo --text README.md --sizes mamba_num_heads=8 --output pruned",
     ),
     Command(
-        "verify",
-        "checkpoints.convert.command",
-        "compare two checkpoints tensor by tensor",
-        "runs/demo demo-hf",
-    ),
-    Command(
-        "xtoken",
-        "post_training.xtoken.command",
-        "write and inspect the projection between two tokenizers' vocabularies",
-        "runs/demo runs/demo",
+        "prune search",
+        "post_training.compress.search_command",
+        "find the smaller forms of a model that meet a budget and lose least",
+        "super --budget params=75B --vary moe_ffn_hidden_size=1280,1792,2688",
     ),
     Command(
         "generate",
         "inference.generate.command",
         "continue prompts with a checkpoint's model",
-        '--checkpoint runs/demo --prompt "def main"',
+        'runs/demo --prompt "def main"',
     ),
     Command("chat", "inference.generate.chat", "talk to a checkpoint's model in the terminal", "runs/demo"),
     Command(
         "bisect",
         "proof.bisect.command",
         "say which of a trainer and an engine deviates from their checkpoint, where, and why",
-        "--checkpoint runs/demo --trainer trainer.pt --engine engine.pt",
+        "runs/demo --trainer trainer.pt --engine engine.pt",
     ),
     Command(
         "evaluate",
         "inference.generate.evaluate_command",
         "measure the loss on other text by MTP depth, and how many drafts are accepted",
-        "--checkpoint runs/demo --text README.md",
+        "runs/demo --text README.md",
     ),
 )
 #: Every command by name.
 COMMANDS: dict[str, Command] = {command.name: command for command in _COMMANDS}
 
-#: Examples of the two directions of `convert`.
-DIRECTIONS = {
-    "convert to-hf": "nemotron3 convert to-hf runs/demo demo-hf",
-    "convert from-hf": "nemotron3 convert from-hf demo-hf demo-megatron",
+#: Words for commands, and for earlier ones: what they are here, with a note in brackets.
+SYNONYMS = {
+    "compare": "convert verify",
+    "diff": "convert verify",
+    "download": "convert from-hf (it takes the id of a repository)",
+    "eval": "evaluate",
+    "export": "convert to-hf",
+    "import": "convert from-hf",
+    "infer": "generate",
+    "info": "show",
+    "lora": "finetune (--lora)",
+    "monitor": "report monitors",
+    "mtp": "train boost",
+    "pretrain": "train",
+    "serve": "convert to-hf (inference engines serve its folder)",
+    "sft": "finetune",
+    "validate": "check",
+    "watch": "report monitors",
+    "xtoken": "distill projection",
+    **{name.partition(" ")[2]: name for name in COMMANDS if " " in name},
 }
 
 
+def command_of(words: Sequence[str]) -> str:
+    """Return the name of the command that a command line begins with, or ""."""
+    names = (" ".join(words[:2]), *words[:1])
+    return next((name for name in names if name in COMMANDS), "")
+
+
 class CommandParser(OptionParser):
-    """A parser with the example of its command."""
+    """A parser with the example of its command, and the commands below it."""
+
+    command_words = SYNONYMS
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        name = self.prog.partition(" ")[2]  # "" for `nemotron3` itself
-        self.example = DIRECTIONS.get(name) or (COMMANDS[name].example if name in COMMANDS else "")
+        self._command = COMMANDS.get(self.prog.partition(" ")[2])  # None for `nemotron3` itself
+        self.example = self._command.example if self._command is not None else ""
+
+    def format_help(self) -> str:
+        text = super().format_help()
+        if self._command is None or not self._command.module or not self._command.below:
+            return text
+        listed = self._get_formatter()
+        listed.start_section("commands")
+        for other in self._command.below:
+            listed.add_argument(argparse.Action([], other.name, metavar=other.name, help=other.purpose))
+        listed.end_section()
+        return f"{text}\n{listed.format_help()}"
 
 
 class Commands:
     """The argument of every `register`: adds parsers with the texts of the table."""
 
     def __init__(self, action: Any) -> None:
-        self._action = action
+        #: What adds parsers below a command; "" for `nemotron3` itself.
+        self._actions = {"": action}
+
+    def add(self, name: str) -> None:
+        """Add a command with its options, or a group with the names of its commands."""
+        command = COMMANDS[name]
+        if command.module:
+            importlib.import_module(f"megatron_nemotron3.{command.module}").register(self)
+        else:
+            self._below(name)
+
+    def add_names(self) -> None:
+        """Add the names of the commands that are not used, for the help."""
+        for name, command in COMMANDS.items():
+            group, _, word = name.rpartition(" ")
+            if group in self._actions and word not in self._actions[group].choices:
+                self._actions[group].add_parser(word, help=command.help, add_help=False)
 
     def add_parser(self, name: str, **settings: Any) -> CommandParser:
         command = COMMANDS[name]
-        purpose = command.purpose[0].upper() + command.purpose[1:] + "."
-        settings = {"description": purpose, **settings, "help": command.purpose}
-        return self._action.add_parser(name, **settings)
+        group, _, word = name.rpartition(" ")
+        settings = {"description": _sentence(command.purpose), **settings, "help": command.help}
+        parser: CommandParser = self._below(group).add_parser(word, **settings)
+        return parser
 
-    def add_name(self, name: str) -> None:
-        """Add the name of a command that is not used, for the help."""
-        self._action.add_parser(name, help=COMMANDS[name].purpose, add_help=False)
+    def _below(self, group: str) -> Any:
+        """What adds parsers below a command."""
+        if group not in self._actions:
+            command = COMMANDS[group]
+            parser = self._actions[""].add_parser(
+                group, description=_sentence(command.purpose), help=command.help
+            )
+            words = "|".join(other.name.partition(" ")[2] for other in command.below)
+            self._actions[group] = parser.add_subparsers(
+                title="commands", required=True, metavar=words, parser_class=CommandParser
+            )
+        return self._actions[group]
+
+
+def _sentence(purpose: str) -> str:
+    return purpose[0].upper() + purpose[1:] + "."

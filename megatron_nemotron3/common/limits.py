@@ -1,4 +1,4 @@
-"""Work in a forked child with limits of memory and time."""
+"""Work in forked children with limits of memory and time: once, or by requests."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 
 class ChildError(Exception):
@@ -24,13 +25,7 @@ def in_child(work: Callable[[], object], *, memory: int, seconds: int) -> str:
     what this process has, and compute for `seconds`; so it ends soon after an interrupt of this process, too.
     Raises ChildError if it cannot be started.
     """
-    import resource
-
-    import psutil
-
-    memory = min(memory, max(psutil.virtual_memory().available // 2, 64 << 20))
-    most = psutil.Process().memory_info().vms + memory
-    limits = {resource.RLIMIT_AS: most, resource.RLIMIT_CPU: seconds, resource.RLIMIT_CORE: 0}
+    memory, most = _address_space(memory)
     try:
         end = mmap.mmap(-1, 1)
         child = _fork()
@@ -39,15 +34,7 @@ def in_child(work: Callable[[], object], *, memory: int, seconds: int) -> str:
     if child == 0:
         try:
             gc.disable()  # garbage of the parent is not collected here
-            faulthandler.disable()
-            sys.excepthook = lambda *_: None
-            sys.unraisablehook = lambda _: None
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the interpreter reports its own failures there
-            for kind, limit in limits.items():
-                hard = resource.getrlimit(kind)[1]
-                limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-                with contextlib.suppress(ValueError, OSError):  # macOS does not limit RLIMIT_AS
-                    resource.setrlimit(kind, (limit, limit))
+            _begin(most, seconds)
             work()
             end[0] = 1
         except MemoryError:
@@ -67,6 +54,118 @@ def in_child(work: Callable[[], object], *, memory: int, seconds: int) -> str:
     if time_used > seconds - 0.5:
         return f"takes more than {seconds:,} s to read"
     return "ends the process that reads it" + (f" (signal {os.WTERMSIG(status)})" if status else "")
+
+
+class LimitError(ValueError):
+    """A request needs more than its limits. The message is the end of "it …"."""
+
+
+class LimitedChild:
+    """A forked child that answers requests, one after the other. After one that ends it there is a new one.
+
+    Args:
+        answer: computes in the child; it raises nothing but MemoryError.
+        memory: bytes that the child may take beyond what this process has.
+        seconds: what it may compute for a request.
+    """
+
+    def __init__(self, answer: Callable[[bytes], bytes], *, memory: int, seconds: int) -> None:
+        self._answer, self._memory, self._seconds = answer, memory, seconds
+        self._pipe: Any = None
+        self._child = self._owner = 0
+
+    def ask(self, request: bytes) -> bytes:
+        """The answer to a request. Raises LimitError, or ChildError if no child can be started."""
+        if self._owner != os.getpid():  # of a fork of the process that started it
+            self._start()
+        deadline, timeout = time.monotonic() + 20 * self._seconds, f"takes more than {self._seconds} s"
+        try:
+            self._pipe.send_bytes(request)
+            while not self._pipe.poll(1):
+                if time.monotonic() > deadline:
+                    os.kill(self._child, signal.SIGKILL)
+            answer: bytes = self._pipe.recv_bytes()
+            return answer
+        except (EOFError, ConnectionError):
+            _, status = os.waitpid(self._child, 0)
+            self._owner = 0
+        if os.WIFSIGNALED(status):
+            raise LimitError(timeout)
+        raise LimitError(f"needs more than {self._memory >> 20:,} MiB of memory")
+
+    def close(self) -> None:
+        """End the child."""
+        if self._owner == os.getpid():
+            self._owner = 0
+            self._pipe.close()
+            with contextlib.suppress(ChildProcessError, ProcessLookupError):
+                os.kill(self._child, signal.SIGKILL)  # a later child has a copy of the pipe
+                os.waitpid(self._child, 0)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        from multiprocessing import Pipe
+
+        self._memory, most = _address_space(self._memory)
+        try:
+            self._pipe, theirs = Pipe()
+            self._child = _fork()
+        except OSError as problem:
+            raise ChildError(f"no process to compute in: {problem.strerror}") from None
+        if self._child == 0:
+            try:
+                self._pipe.close()
+                gc.freeze()  # garbage of the parent is not collected here
+                for name, handler in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.SIG_IGN)):
+                    signal.signal(name, handler)  # an interrupted parent closes the pipe
+                _begin(most, None)
+                while True:
+                    request = theirs.recv_bytes()
+                    _limit_seconds(self._seconds)
+                    theirs.send_bytes(self._answer(request))
+            finally:
+                os._exit(0)
+        theirs.close()
+        self._owner = os.getpid()
+
+
+def _address_space(memory: int) -> tuple[int, int]:
+    """Bytes that a child may take beyond this process, at most `memory`, and all of its address space."""
+    import psutil
+
+    memory = min(memory, max(psutil.virtual_memory().available // 2, 64 << 20))
+    return memory, psutil.Process().memory_info().vms + memory
+
+
+def _begin(most: int, seconds: int | None) -> None:
+    """Set the limits of a child, and let it report nothing."""
+    import resource
+
+    faulthandler.disable()
+    sys.excepthook = lambda *_: None
+    sys.unraisablehook = lambda _: None
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the interpreter reports its own failures there
+    limits = {resource.RLIMIT_AS: most, resource.RLIMIT_CORE: 0}
+    if seconds is not None:
+        limits[resource.RLIMIT_CPU] = seconds
+    for kind, limit in limits.items():
+        hard = resource.getrlimit(kind)[1]
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        with contextlib.suppress(ValueError, OSError):  # macOS does not limit RLIMIT_AS
+            resource.setrlimit(kind, (limit, limit))
+
+
+def _limit_seconds(seconds: int) -> None:
+    """Let this process compute so long from now; then SIGXCPU ends it."""
+    import resource
+
+    signal.signal(signal.SIGXCPU, signal.SIG_DFL)
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    limit = int(used.ru_utime + used.ru_stime) + 1 + seconds
+    resource.setrlimit(resource.RLIMIT_CPU, (limit if hard < 0 else min(limit, hard), hard))
 
 
 def _fork() -> int:

@@ -16,11 +16,13 @@ import os
 import types
 import typing
 from collections.abc import Callable
-from dataclasses import MISSING, Field, field, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from typing import Any, Literal, TypeVar
 
 #: The default of a required option or argument.
 NEEDED = MISSING
+#: Title of the options of what a run measures.
+LOG = "measurements and log"
 #: Key of a field's metadata.
 _DETAILS = "option"
 #: Details that `add_argument` takes as they are.
@@ -84,6 +86,25 @@ def data_path_option(data: str = "here one, without a split", **details: Any) ->
 def tokenizer_option(default: str, **details: Any) -> Any:
     """--tokenizer, the folder of a Hugging Face tokenizer."""
     return option(f"folder of a Hugging Face tokenizer (default: {default})", "DIR", **details)
+
+
+def config_option() -> Any:
+    """--config, which the parser reads itself (`config_file`)."""
+    return option("YAML with options of this command; those of the command line count before it", "FILE")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackingOptions:
+    """Where the numbers of a run go besides its log."""
+
+    wandb: str | None = option("Weights & Biases: log to this project", "PROJECT", group=LOG)
+    tensorboard: str | None = option(
+        "TensorBoard: require it, and write here (default: tensorboard/ in the run, where it is installed)",
+        "DIR",
+        nargs="?",
+        const="",
+        group=LOG,
+    )
 
 
 def add_options(parser: argparse._ActionsContainer, cls: type) -> None:

@@ -104,6 +104,11 @@ def table(rows: Sequence[Sequence[object]], align: str = "") -> list[str]:
     ]
 
 
+def count(number: int, name: str) -> str:
+    """Return "1 file" or "1,200 files"; `name`: in the singular."""
+    return f"{number:,} {name}{'s' * (number != 1)}"
+
+
 def size_text(length: float) -> str:
     """Return "1.5 GB" for a number of bytes."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
@@ -208,7 +213,10 @@ class Bar:
             return size_text(count) if self.unit == BYTES else f"{count:,.0f} {self.unit}"
 
         rate = (self._done - self.begun) / self.seconds
-        text = amount(self._done) if self.total is None else f"{amount(self._done)} of {amount(self.total)}"
+        text = amount(self._done)
+        if self.total is not None and self.unit != "%":
+            done = text if self.unit == BYTES else f"{self._done:,}"
+            text = f"{done} of {amount(self.total)}"
         text += f", {amount(rate)}/s"
         if self.total is None or not rate:
             return text

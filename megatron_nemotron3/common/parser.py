@@ -10,12 +10,36 @@ import difflib
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
+from types import MappingProxyType
 from typing import Any, NoReturn
 
+from megatron_nemotron3.common.files import printable
 from megatron_nemotron3.common.processes import exit_at_interrupt
 
 #: Short names of types, accepted where the long ones are choices.
 SYNONYMS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+#: Options of other tools and of Megatron: what they are here, if the command has it, with a note in brackets.
+OPTIONS = {
+    "--batch-size": "--global-batch-size",
+    "--checkpoint": "CHECKPOINT (an argument, without an option)",
+    "--context-parallel-size": "--cp",
+    "--expert-model-parallel-size": "--ep",
+    "--learning-rate": "--lr",
+    "--max-length": "--seq-length",
+    "--max-seq-length": "--seq-length",
+    "--max-steps": "--steps",
+    "--max-tokens": "--max-new-tokens",
+    "--num-gpus": "--gpus",
+    "--output-dir": "--output",
+    "--pipeline-model-parallel-size": "--pp",
+    "--resume": "--output (what its folder has goes on)",
+    "--resume-from-checkpoint": "--output (what its folder has goes on)",
+    "--save": "--output",
+    "--tensor-model-parallel-size": "--tp",
+    "--tensor-parallel-size": "--tp",
+    "--train-iters": "--steps",
+    "--world-size": "--gpus",
+}
 #: With more options than this, the usage names only the required ones.
 MANY = 10
 
@@ -35,9 +59,13 @@ def nearest(word: str, known: Iterable[str], count: int = 1) -> list[str]:
 
 
 def hint(word: str, known: Iterable[str]) -> str:
-    """Return "; did you mean 'X'?" for a message about an unknown word, or ""."""
+    """Return "; did you mean 'X'?" for a message about an unknown word, or "".
+
+    A mapping has what a word stands for, with a note in brackets if needed.
+    """
     for near in nearest(word, known):
-        return f"; did you mean {(known[near] if isinstance(known, Mapping) else near)!r}?"
+        name, bracket, note = (known[near] if isinstance(known, Mapping) else near).partition(" (")
+        return f"; did you mean {name!r}{bracket}{note}?"
     return ""
 
 
@@ -50,6 +78,8 @@ class OptionParser(argparse.ArgumentParser):
 
     #: Printed below the help; "" for none.
     example = ""
+    #: Words for commands, and for earlier ones: what `hint` says.
+    command_words: Mapping[str, str] = MappingProxyType({})
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
@@ -78,10 +108,35 @@ class OptionParser(argparse.ArgumentParser):
         arguments = list(sys.argv[1:] if args is None else args)
         if self._subparsers is None:  # else some of the options are a command's
             self._refuse_unknown(arguments)
-        found, rest = super().parse_known_args(arguments, namespace)
+        if "--config" in self._option_string_actions:
+            found, rest = self._with_config(arguments, namespace)
+        else:
+            found, rest = super().parse_known_args(arguments, namespace)
         if rest:
             self._refuse_unknown(rest)
             self.error(f"unexpected argument {rest[0]}")
+        return found, rest
+
+    def _with_config(self, arguments: list[str], namespace: Any) -> tuple[Any, list[str]]:
+        """Parse with the options of --config as defaults; keep what was given for `config_text`."""
+        from megatron_nemotron3.common import config_file
+
+        file, defaults = config_file.file_of(arguments), None
+        try:
+            if file is not None:
+                defaults = config_file.Defaults(self, file, hint)
+            found, rest = super().parse_known_args(arguments, namespace)
+        except (ValueError, OSError) as problem:
+            self.error(printable(str(problem)))
+        finally:
+            if defaults is not None:
+                defaults.restore()
+        for name, value in vars(found).items():
+            if isinstance(value, config_file.FromFile):
+                setattr(found, name, list(value))
+        found.given = config_file.given_text(self, found)
+        if defaults is not None and defaults.extra:
+            found.extra = defaults.extra
         return found, rest
 
     def _refuse_unknown(self, arguments: Sequence[str]) -> None:
@@ -90,8 +145,12 @@ class OptionParser(argparse.ArgumentParser):
             name = argument.partition("=")[0]
             if not name.startswith("--") or " " in name or name == "--":
                 continue
-            known = [option for option in self._option_string_actions if option.startswith("--")]
+            known = {option: option for option in self._option_string_actions if option.startswith("--")}
             if not any(option.startswith(name) for option in known):
+                here = {*known, *(action.metavar for action in self._actions)}
+                for word, meant in OPTIONS.items():
+                    if meant.partition(" ")[0] in here:
+                        known.setdefault(word, meant)
                 self.error(f"unknown option {name}{hint(name, known)}")
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
@@ -109,7 +168,11 @@ class OptionParser(argparse.ArgumentParser):
             return
         choices = list(map(str, action.choices))
         if isinstance(action, argparse._SubParsersAction):
-            self.error(f"unknown command {value}{hint(value, choices)} ({self.prog} --help lists them all)")
+            known = {choice: choice for choice in choices}
+            for word, meant in self.command_words.items():
+                if f"nemotron3 {meant}".startswith(f"{self.prog} "):
+                    known.setdefault(word, meant)
+            self.error(f"unknown command {value}{hint(value, known)} ({self.prog} --help lists them all)")
         raise argparse.ArgumentError(
             action,
             f"invalid choice: {value!r} (choose from {', '.join(choices)}){hint(str(value), choices)}",

@@ -21,6 +21,7 @@ LORA = "NEMOTRON3_LORA"
 BOOST = "NEMOTRON3_BOOST"
 DISTILL = "NEMOTRON3_DISTILL"
 SFT_MEAN = "NEMOTRON3_SFT_MEAN"
+CONVERSATIONS = "NEMOTRON3_CONVERSATIONS"
 LOGITS_FOLDER = "NEMOTRON3_LOGITS_FOLDER"
 LOGITS_TEACHER = "NEMOTRON3_LOGITS_TEACHER"
 SCRIPT = "NEMOTRON3_SCRIPT"
@@ -86,7 +87,7 @@ SWITCHES = {
         "training of the MTP heads alone",
         "`loss=kl,temperature=2,mix=1,…`; 1: the defaults",
         "all weights are trained",
-        "`boost`",
+        "`train boost`",
         "post_training.md",
     ),
     DISTILL: Switch(
@@ -103,15 +104,22 @@ SWITCHES = {
         "`--mean` of `train`",
         "training.md",
     ),
+    CONVERSATIONS: Switch(
+        "form of the rows of conversations, and variables of the chat template",
+        'a JSON list of two texts, as `["sharegpt", ""]`',
+        "found for each row, and none",
+        "`--format` and `--chat-template-kwargs` of `train`, `distill logits` and `finetune`",
+        "training.md",
+    ),
     TRUST_CHECKPOINT: Switch(
         "checkpoints that name what no checkpoint needs are loaded, and may run code",
         "1: loaded; 0: refused",
         "refused",
-        "`--trust-checkpoint` of `train`, `run`, `logits` and `boost`",
+        "`--trust-checkpoint` of `train`, `run`, `distill logits` and `train boost`",
         "checkpoints.md",
     ),
-    LOGITS_FOLDER: Switch("folder that the teacher's logits are stored in", "a path", "", "`logits`"),
-    LOGITS_TEACHER: Switch("checkpoint of the teacher", "a path", "", "`logits`"),
+    LOGITS_FOLDER: Switch("folder that the teacher's logits are stored in", "a path", "", "`distill logits`"),
+    LOGITS_TEACHER: Switch("checkpoint of the teacher", "a path", "", "`distill logits`"),
     SCRIPT: Switch("script that a spawned process belongs to", "a path", "", "`run`"),
     CONTROL: Switch("standard input is the control pipe of the ranks", "1", "", "`train`"),
     PARENT: Switch("process with which a child of a rank ends", "a process id", "the parent", "each rank"),

@@ -7,6 +7,7 @@ import importlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
 from typing import Any
 
 from megatron_nemotron3.launch import command_line, data_check
@@ -14,13 +15,14 @@ from megatron_nemotron3.launch.continued import refused
 from megatron_nemotron3.launch.flag import SECTIONS, Flag, is_known, parse, text, to_argv
 from megatron_nemotron3.launch.flags import flags
 from megatron_nemotron3.launch.launch import Launch
-from megatron_nemotron3.launch.parser import default
+from megatron_nemotron3.launch.parser import default, foreign, unknown
 from megatron_nemotron3.launch.pasted import launch_of, sections, violated
 from megatron_nemotron3.launch.phases import phase
 from megatron_nemotron3.launch.reference import (
     LAUNCHES,
     NOT_PASSED,
     SCRIPT,
+    VERSION,
     WHY,
     PublishedOption,
     has_launch,
@@ -34,9 +36,9 @@ from megatron_nemotron3.launch.script import LaunchSource
 from megatron_nemotron3.launch.stored_model import MergedOptions, merged_options
 from megatron_nemotron3.launch.yaml_launch import is_partial
 from megatron_nemotron3.models import Nemotron3Config, get, names
-from megatron_nemotron3.models.pattern import without_layout
+from megatron_nemotron3.models.pattern import MTP_SEPARATOR, without_layout
 from megatron_nemotron3.models.stack_specs import stored_experts
-from megatron_nemotron3.precision.settings import Emulation
+from megatron_nemotron3.precision.settings import OPTION, Emulation
 
 #: Every origin a setting can have.
 ORIGINS = (
@@ -162,14 +164,27 @@ def explain_nearest(source: str | LaunchSource, name: str = "published") -> Expl
             (pasted.model.note or "the YAML changes fields of a recipe that it does not name")
             + ": give the NAME of the model that it is"
         )
-    count = {}
+    count, distance = {}, {}
     for config in map(get, names()):
         settings = _pasted_settings(config, pasted, reference(config))
-        count[config] = sum(setting.differs and setting.of_model for setting in settings)
-    nearest = min(count, key=lambda config: count[config])
+        differ = [setting for setting in settings if setting.differs and setting.of_model]
+        count[config], distance[config] = len(differ), _distance(config, differ)
+    nearest = min(count, key=lambda config: distance[config])
     found = _explain_pasted(nearest, pasted, name)
     note = f"nearest published model: {nearest.name}; options of the model that differ: {count[nearest]}"
     return replace(found, notes=(note, *found.notes))
+
+
+def _distance(config: Nemotron3Config, differ: Sequence[ExplainedOption]) -> tuple[float, ...]:
+    """How far a launch is from a model: kinds of layers, options it passes, order of layers, all options."""
+    passed = [setting for setting in differ if setting.passed]
+    other_kinds, order = False, 0.0
+    for setting in passed:
+        if setting.name == "--hybrid-layer-pattern":
+            layers = without_layout(setting.value).partition(MTP_SEPARATOR)[0]
+            other_kinds = set(layers) != set(config.pattern)
+            order = 1 - SequenceMatcher(None, layers, config.pattern, autojunk=False).ratio()
+    return (other_kinds, len(passed), order, len(differ))
 
 
 @dataclass(frozen=True)
@@ -210,10 +225,14 @@ def _pasted_settings(
 def _explain_pasted(config: Nemotron3Config, pasted: _Pasted, name: str) -> Explanation:
     known, flags = reference(config, name), list(pasted.model.flags)
     settings = _pasted_settings(config, pasted, known)
-    unknown = [s.name for s in settings if not is_known((s.value,))]
+    unresolved = [s.name for s in settings if not is_known((s.value,))]
     notes = [*pasted.notes, *([pasted.model.note] if pasted.model.note else [])]
-    if unknown:
-        notes.append(f"not compared, because a shell variable is unresolved: {', '.join(unknown)}")
+    if unresolved:
+        notes.append(f"not compared, because a shell variable is unresolved: {', '.join(unresolved)}")
+    if own := foreign(flag.name for flag in flags if flag.name != OPTION):
+        listed = ", ".join(unknown(own, VERSION))
+        notes.append(f"not Megatron's, so they are a fork's own or mistyped: {listed}")
+        flags = [flag for flag in flags if flag.name not in own]
     if is_known(value for flag in flags for value in flag.values if flag.name == "--load"):
         notes += [note] if (note := refused(to_argv(flags))) else []
     launch = launch_of(config, flags, pasted.emulate)

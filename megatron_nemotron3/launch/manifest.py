@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_nemotron3.common import record
 from megatron_nemotron3.common.files import Unreadable, read_outside, write_json
-from megatron_nemotron3.common.switches import BOOST, EMULATE, LORA
+from megatron_nemotron3.common.switches import BOOST, CONVERSATIONS, EMULATE, LORA
 from megatron_nemotron3.launch import boosting
 from megatron_nemotron3.launch.architecture import MODEL, MOE, MTP
 from megatron_nemotron3.launch.flag import from_first_option, parse
@@ -125,6 +125,8 @@ def parts_of(
             parts["launch"][option] = values
         if option == "--spec" and (experts := stored_experts({"spec": flag.values})):
             parts["model"][_EXPERTS] = experts
+    if reading := environment.get(CONVERSATIONS):
+        parts["data"][CONVERSATIONS] = reading
     if (lora := in_environment(environment)) is not None:
         parts["model"][LORA] = lora.text()
     if (boost := boosting.in_environment(environment)) is not None:

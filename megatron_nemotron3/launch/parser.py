@@ -108,6 +108,13 @@ def unknown(names: Iterable[str], version: str) -> list[str]:
     return [_unknown(name, version) for name in given if name.removeprefix("--") not in known]
 
 
+def foreign(names: Iterable[str]) -> list[str]:
+    """Return the options that no version's parser has."""
+    given = list(names)
+    known = table()["options"].keys() | (_OMNI if "--omni-encoders" in given else {}).keys()
+    return [name for name in given if name.removeprefix("--") not in known]
+
+
 def _unknown(name: str, version: str) -> str:
     if elsewhere := [v for v in versions.KNOWN if argument(name, v)]:
         why = f"new in {elsewhere[0]}" if elsewhere[0] > version else f"removed in {version}"

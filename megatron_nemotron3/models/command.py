@@ -1,4 +1,4 @@
-"""`nemotron3 show`, and how every command names a model: of the catalog, or a JSON file of one's own.
+"""How every command names a model: of the catalog, or a JSON file of one's own.
 
     {"base": "nano", "pattern": "MEM*EMEM*E", "num_moe_experts": 64}
 
@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.common.files import first_repeated, read_outside
-from megatron_nemotron3.common.options import add_command, argument, flag, json_flag, option
-from megatron_nemotron3.common.output import print_json
+from megatron_nemotron3.common.options import argument, flag, option
 from megatron_nemotron3.common.parser import hint
 from megatron_nemotron3.models import catalog
 from megatron_nemotron3.models.catalog import names
@@ -51,19 +50,6 @@ class StoredModelOptions:
 
     model: str | None = option(f"{_MODEL}; default: as the checkpoint says", "MODEL")
     tiny: bool = flag("use the small form of the model")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShowOptions:
-    """Options of `nemotron3 show`."""
-
-    which: ModelOptions
-    json: bool = json_flag()
-
-
-def register(commands: Any) -> None:
-    """Add `nemotron3 show`."""
-    add_command(commands.add_parser("show"), ShowOptions, show_command)
 
 
 def names_model(options: ModelOptions | argparse.Namespace) -> bool:
@@ -101,18 +87,6 @@ def _sized(text: str, small: bool) -> Nemotron3Config:
     return tiny(config) if small else config
 
 
-def show_command(options: ShowOptions) -> int:
-    """Print a model's numbers. Exit status 0."""
-    from megatron_nemotron3.models.show import describe, describe_omni, render, render_omni
-
-    if (omni := chosen_omni(options.which)) is not None:
-        print_json(describe_omni(omni)) if options.json else print(render_omni(omni))
-    else:
-        config = chosen_model(options.which)
-        print_json(describe(config)) if options.json else print(render(config))
-    return 0
-
-
 def model(text: str) -> Nemotron3Config:
     """Return the model that a user names: the name of a catalog model, or a JSON file."""
     if not text.lower().endswith(SUFFIX):
@@ -120,7 +94,15 @@ def model(text: str) -> Nemotron3Config:
             raise ValueError(
                 f"{text}: give a name of the catalog or JSON (Nemotron3Config.to_json writes it)"
             )
-        return catalog.get(text)
+        try:
+            return catalog.get(text)
+        except ValueError:
+            if Path(text).is_dir():
+                raise ValueError(
+                    f"{text} is a folder: give a name of the catalog or JSON "
+                    f"(nemotron3 show {text} prints its model)"
+                ) from None
+            raise
     file = Path(text)
     content = read_outside(file, limit=LONGEST)
     try:

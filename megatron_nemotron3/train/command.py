@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 
 from megatron_nemotron3.checkpoints import folders
 from megatron_nemotron3.checkpoints.trust import require_trusted, trusting
+from megatron_nemotron3.common.config_file import config_text
 from megatron_nemotron3.common.options import add_option, add_options, device_option, from_arguments
 from megatron_nemotron3.common.processes import exit_at_interrupt
 from megatron_nemotron3.cpu import quiet_on_cpu
@@ -27,7 +29,7 @@ from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import ModelOptions, chosen_model
 from megatron_nemotron3.models.lora import in_environment
 from megatron_nemotron3.precision import settings as emulation
-from megatron_nemotron3.train.inputs import START, TrainOptions, require_inputs
+from megatron_nemotron3.train.inputs import START, TrainOptions, require_inputs, require_tracking
 from megatron_nemotron3.train.isolation import ISOLATE
 from megatron_nemotron3.train.monitor import settings as monitor
 from megatron_nemotron3.train.teacher import settings as distillation
@@ -72,10 +74,12 @@ def _train(options: argparse.Namespace) -> int:
     config = chosen_model(options)
     if (lora := in_environment()) is not None and lora.base is not None:
         require_trusted(folders.locate_one(Path(lora.base)).folder)
-    _require_own_options(options.extra)
+    require_own_options(options.extra)
     teachers = _distillation(options)
     split = _teachers_data(options, teachers)
     require_inputs(options)
+    own = from_arguments(TrainOptions, options)
+    require_tracking(own.tracking, options.extra)
     chosen_emulation(options)  # before torch is imported
     log_precision = _log_interval(options)
     if options.backend == "te":
@@ -113,16 +117,18 @@ def _train(options: argparse.Namespace) -> int:
             print(f"warning: {shortage}", file=sys.stderr)
     if options.monitor is not None:
         monitor.parse_interval(str(options.monitor))  # raises if it is none
+    output = own.output or Path("runs") / config.name
     request = TrainRequest(
         launch=launch,
         device=device,
-        output=options.output or Path("runs") / config.name,
-        options=from_arguments(TrainOptions, options),
+        output=output,
+        options=own,
         log_precision=log_precision,
         changes=tuple(options.change),
         distill=teachers,
         split=split,
         command=options.command_line,
+        config_text=config_text(output, options.given, options.extra, "train"),
     )
     return train_interruptibly(request)
 
@@ -164,7 +170,10 @@ def _distillation(options: argparse.Namespace) -> distillation.Distillations:
 
 def _teachers_data(options: argparse.Namespace, teachers: distillation.Distillations) -> str | None:
     """Take the data and tokenizer of a teacher with the student's where no data are given."""
-    given = (options.text, options.max_bytes, options.data_path, options.conversations, options.tokenizer)
+    given = (
+        *(options.text, options.max_bytes, options.data_path, options.conversations, options.tokenizer),
+        *(options.format, options.chat_template_kwargs),
+    )
     same = [one.teacher for one in teachers if not one.projection]
     rows = rows_of_teacher(same[0]) if same and not any(given) else None
     if rows is None:
@@ -172,12 +181,13 @@ def _teachers_data(options: argparse.Namespace, teachers: distillation.Distillat
     options.tokenizer = rows.tokenizer
     if rows.conversations:
         options.conversations = list(rows.paths)
+        options.format, options.chat_template_kwargs = json.loads(rows.reading or "[null, null]")
     else:
         options.data_path = list(rows.paths)
     return rows.split
 
 
-def _require_own_options(words: Sequence[str]) -> None:
+def require_own_options(words: Sequence[str]) -> None:
     """Raise ValueError at options after `--` that would replace what this command sets itself."""
     given = {flag.name for flag in parse(words)}
     if wrong := [f"{name} (give {own})" for name, own in _OWN.items() if name in given]:

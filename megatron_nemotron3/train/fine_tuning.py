@@ -100,7 +100,7 @@ class ConversationDataset(MegatronDataset):
             dataset_path, config.chat_tokenizer, config.sequence_length, config.multiple, config.path_to_cache
         )
         if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-            print(packed.describe(), flush=True)
+            print(packed.describe(), packed.samples(config.chat_tokenizer), sep="\n", flush=True)
         return packed
 
     def __len__(self) -> int:

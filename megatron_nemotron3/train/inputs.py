@@ -3,27 +3,49 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from megatron_nemotron3.checkpoints.folders import CHECKPOINTS, TRACKER, require_tokenizer
 from megatron_nemotron3.checkpoints.trust import trust_option
-from megatron_nemotron3.common.options import flag, option, repeated
+from megatron_nemotron3.common.options import LOG, TrackingOptions, config_option, flag, option, repeated
+from megatron_nemotron3.common.switches import CONVERSATIONS, SFT_MEAN
 from megatron_nemotron3.launch import Launch, TrainingData, data_check, flags, to_argv
-from megatron_nemotron3.launch.data_sets import blend_of
+from megatron_nemotron3.launch.data_sets import blend_of, cut
+from megatron_nemotron3.launch.flag import values_by_name
 from megatron_nemotron3.precision import settings as emulation
+from megatron_nemotron3.train.data.forms import FORMS
 from megatron_nemotron3.train.isolation import ISOLATE, micro_batch_problem, require_ends
+
+if TYPE_CHECKING:
+    from megatron_nemotron3.train.data.conversations import Reading
 
 #: What the loss of fine-tuning may be a mean over, the default first.
 MEANS = ("tokens", "conversations")
+
+#: Share of the rows of conversations that is trained on, and the split of too few rows to divide.
+_TRAINED, ALL_TRAIN = 0.9, "100,0,0"
 
 #: Megatron's options for a training on conversations.
 CONVERSATION_OPTIONS = ("--sft", "--calculate-per-token-loss", "--sft-tokenizer-prompt-format", "default")
 
 
-_DATA, START, _LOG = "data", "where it starts", "measurements and log"
+def format_option(**details: Any) -> Any:
+    """--format, the form of the rows of conversations."""
+    return option("form of the conversations (default: found for each row)", choices=FORMS, **details)
+
+
+def variables_option(**details: Any) -> Any:
+    """--chat-template-kwargs."""
+    return option("variables of the chat template, a JSON object; those of a row go first", "JSON", **details)
+
+
+_DATA, START = "data", "where it starts"
 _DISTILLATION = "distillation"
 
 
@@ -32,6 +54,7 @@ class TrainOptions:
     """Options of `nemotron3 train` alone; their values are in the namespace, next to those of the launch."""
 
     output: Path | None = option("where to write (default: runs/NAME)", "DIR")
+    config: str | None = config_option()
     text: str | None = option("text file, .jsonl or folder (default: Python's sources)", "PATH", group=_DATA)
     max_bytes: int | None = option("use at most N bytes of text", "N", group=_DATA)
     data_path: list[str] = repeated("Megatron data sets (instead of text)", "PREFIX", nargs="+", group=_DATA)
@@ -41,6 +64,8 @@ class TrainOptions:
     tokenizer: str | None = option(
         "folder of a Hugging Face tokenizer (for --data-path or --conversations)", "DIR", group=_DATA
     )
+    format: str | None = format_option(group=_DATA)
+    chat_template_kwargs: str | None = variables_option(group=_DATA)
     isolate_documents: bool = flag("no document of a sequence sees another one", group=_DATA)
     mean: str | None = option(
         f"what the loss of --conversations is a mean over (default {MEANS[0]})", choices=MEANS, group=_DATA
@@ -49,16 +74,17 @@ class TrainOptions:
         "a run or checkpoints to start from if the output has none", "DIR", group=START
     )
     trust_checkpoint: bool = trust_option(group=START)
-    monitor: int | None = option("iterations between measurements; 0: off", "N", group=_LOG)
+    monitor: int | None = option("iterations between measurements; 0: off", "N", group=LOG)
     log_precision: str | None = option(
         f"measure quantized operands every N steps (default {emulation.LOG_DEFAULT})",
         "N",
         nargs="?",
         const="",
-        group=_LOG,
+        group=LOG,
     )
+    tracking: TrackingOptions = TrackingOptions()
     teacher: list[str] = repeated(
-        "learn from the model of this checkpoint, or from logits of `nemotron3 logits` (repeatable)",
+        "learn from the model of this checkpoint, or from logits of `nemotron3 distill logits` (repeatable)",
         "DIR",
         group=_DISTILLATION,
     )
@@ -67,7 +93,7 @@ class TrainOptions:
         "HOW",
         group=_DISTILLATION,
     )
-    verbose: bool = flag("print Megatron's whole log", group=_LOG)
+    verbose: bool = flag("print Megatron's whole log", group=LOG)
 
 
 def require_inputs(options: argparse.Namespace) -> None:
@@ -75,6 +101,7 @@ def require_inputs(options: argparse.Namespace) -> None:
     if options.conversations:
         _require_source(options, "--conversations", ("text", "max_bytes", "data_path"))
         require_conversation_files(options.conversations)
+        reading(options)
         if options.micro_batch_size not in (None, 1):
             raise ValueError(
                 f"--micro-batch-size {options.micro_batch_size}: conversations are packed into rows; give 1, "
@@ -82,8 +109,10 @@ def require_inputs(options: argparse.Namespace) -> None:
             )
         if options.isolate_documents:
             raise ValueError(f"{ISOLATE} with --conversations: none sees another anyway: drop it")
-    elif options.mean is not None:
-        raise ValueError("--mean goes with --conversations: drop it")
+    else:
+        require_no_reading(options)
+        if options.mean is not None:
+            raise ValueError("--mean goes with --conversations: drop it")
     if options.pretrained is not None and (options.pretrained / CHECKPOINTS / TRACKER).is_file():
         options.pretrained /= CHECKPOINTS  # of a run
     if options.pretrained is not None and not (options.pretrained / TRACKER).is_file():
@@ -112,6 +141,47 @@ def require_inputs(options: argparse.Namespace) -> None:
     output = options.output
     if output is not None and output.exists() and not output.is_dir():
         raise ValueError(f"--output {output} is a file: give a folder")
+
+
+def reading(options: Any) -> Reading:
+    """The value of --format and --chat-template-kwargs, checked."""
+    from megatron_nemotron3.train.data.conversations import Reading
+
+    return Reading.of(options.format, options.chat_template_kwargs)
+
+
+def variables_of(options: TrainOptions) -> dict[str, str]:
+    """What the environment tells the training processes about conversations."""
+    if not options.conversations:
+        return {}
+    return {SFT_MEAN: options.mean or MEANS[0], CONVERSATIONS: reading(options).text()}
+
+
+def require_no_reading(options: Any) -> None:
+    """Raise ValueError at options of conversations where there are none."""
+    for name in ("format", "chat_template_kwargs"):
+        if getattr(options, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} goes with --conversations: drop it")
+
+
+def require_tracking(tracking: TrackingOptions, extra: Sequence[str]) -> None:
+    """Raise ValueError if the run cannot be logged where it was asked for; `extra`: Megatron's arguments."""
+    given = values_by_name(extra)
+    for name, value, own in (
+        ("wandb", tracking.wandb, "--wandb-project"),
+        ("tensorboard", tracking.tensorboard, "--tensorboard-dir"),
+    ):
+        if value is not None and importlib.util.find_spec(name) is None:
+            raise ValueError(f"--{name}: package {name} is not installed: pip install {name}")
+        if value is not None and own in given:
+            raise ValueError(f"--{name} and {own} both say where the run is logged: give one")
+    if tracking.wandb == "":
+        raise ValueError("--wandb: the name of the project is empty: give one")
+    if tracking.wandb is not None and os.environ.get("WANDB_MODE", "online") in ("online", "run", "shared"):
+        import wandb
+
+        if not wandb.api.api_key:
+            raise ValueError("--wandb: nobody is logged in here: wandb login, or set WANDB_MODE=offline")
 
 
 def require_conversation_files(files: Sequence[str]) -> None:
@@ -154,18 +224,27 @@ def conversation_rows(options: TrainOptions, launch: Launch, output: Path) -> di
 
     The training processes map the result.
     """
+    from megatron_nemotron3.train.data.conversations import READING
     from megatron_nemotron3.train.data.packing import PackedConversations, conversation_multiple
 
     multiple = conversation_multiple(launch.layout.cp)
     assert options.tokenizer is not None
     rows = {}
     for file in blend_of("--conversations", options.conversations).prefixes:
-        packed = PackedConversations(
-            file, options.tokenizer, launch.seq_length, multiple, str(output / "data")
-        )
-        print(packed.describe())
+        with READING.using(reading(options)):
+            packed = PackedConversations(
+                file, options.tokenizer, launch.seq_length, multiple, str(output / "data")
+            )
+        print(packed.describe(), packed.samples(options.tokenizer), sep="\n")
         rows[file] = len(packed)
     return rows
+
+
+def has_validation(launch: Launch, rows: Mapping[str, int]) -> bool:
+    """Whether any file of conversations has a row for validation, where nothing says how to divide them."""
+    if not rows or "--split" in launch.options or "--eval-iters" in launch.options:
+        return True
+    return any(cut((_TRAINED, 1.0), count) for count in rows.values())
 
 
 def require_data(launch: Launch, rows: Mapping[str, int] | None = None) -> None:

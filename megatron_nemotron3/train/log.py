@@ -23,7 +23,7 @@ _ITEM = re.compile(r"\| ([^|:]+?): *([-+0-9.eE]+|nan|inf) ")
 # In the training loop the line names no set: it is the validation set.
 _VALID = re.compile(r"validation loss at iteration (\d+)(?: on (\w+) set)? \| lm loss value: ([-+0-9.eE]+)")
 #: Tags of the training losses, also in event files.
-_LOSS = re.compile(r"(lm|mtp_\d+) loss")
+_LOSS, MTP_LOSS = re.compile(r"(lm|mtp_\d+) loss"), re.compile(r"mtp_\d+ loss")
 #: Up to this many lines of a picture are named.
 NAMED = 12
 #: Tag -> points (iteration, value), in order.
@@ -48,7 +48,7 @@ class LogStep:
 
     @property
     def mtp(self) -> list[float]:
-        found = sorted(key for key in self.values if re.fullmatch(r"mtp_\d+ loss", key))
+        found = sorted(filter(MTP_LOSS.fullmatch, self.values))
         return [self.values[key] for key in found]
 
     @property

@@ -15,6 +15,8 @@ from megatron_nemotron3.checkpoints import folders, resume
 from megatron_nemotron3.checkpoints.convert.origin import keep_origin
 from megatron_nemotron3.checkpoints.state import StoredState, stored_state
 from megatron_nemotron3.common import lock, switches
+from megatron_nemotron3.common.config_file import FILE as CONFIG_FILE
+from megatron_nemotron3.common.files import write_text
 from megatron_nemotron3.launch import (
     Launch,
     ParallelLayout,
@@ -22,7 +24,6 @@ from megatron_nemotron3.launch import (
     TrainingSchedule,
     adjusted,
     boosting,
-    continued,
     flags,
     manifest,
     precision_file,
@@ -36,16 +37,19 @@ from megatron_nemotron3.precision import settings as emulation
 from megatron_nemotron3.precision import yaml_file
 from megatron_nemotron3.train import log, processes
 from megatron_nemotron3.train.inputs import (
+    ALL_TRAIN,
     CONVERSATION_OPTIONS,
-    MEANS,
     TrainOptions,
     conversation_rows,
+    has_validation,
     named_data,
     require_data,
+    variables_of,
 )
 from megatron_nemotron3.train.isolation import ISOLATION_OPTIONS
 from megatron_nemotron3.train.monitor import events
 from megatron_nemotron3.train.progress import TrainProgress
+from megatron_nemotron3.train.run_schedule import last_step, with_schedule
 from megatron_nemotron3.train.teacher import settings as distillation
 from megatron_nemotron3.train.teacher.check import check as check_teacher
 from megatron_nemotron3.train.teacher.check import record_of
@@ -72,6 +76,13 @@ class TrainRequest:
     distill: distillation.Distillations = ()
     #: The command line, for run.json.
     command: str = ""
+    #: Content of the file that repeats the run; "": none is written.
+    config_text: str = ""
+
+    @property
+    def events(self) -> Path:
+        """Folder of TensorBoard's files."""
+        return Path(self.options.tracking.tensorboard or self.output / log.EVENTS)
 
     @property
     def precision_file(self) -> str | None:
@@ -174,6 +185,10 @@ def _train_alone(request: TrainRequest, launch: Launch, key: str, started: float
     identity = _RunIdentity(request, begun, stored, to_write, teachers)
     identity.require(launch, "model", "mtp", "precision", "teacher")
     data, baseline, rows = _prepared_data(request)
+    if not has_validation(request.launch, rows):
+        print(f"no validation: too few rows ({sum(rows.values())}) to keep some back")
+        data = replace(data, split=ALL_TRAIN)
+        launch = replace(launch, schedule=launch.schedule and replace(launch.schedule, eval_iters=0))
     if not request.options.data_path:  # named data sets have been checked
         require_data(replace(launch, data=data), rows)
     data = replace(data, save=str(request.checkpoints), load=str(request.checkpoints))
@@ -191,7 +206,7 @@ def _train_alone(request: TrainRequest, launch: Launch, key: str, started: float
             base = Path(lora.base)
         if base is not None:
             keep_origin(base, request.output)
-    elif (last := _last_step(launch)) and begun >= last:
+    elif (last := last_step(launch)) and begun >= last:
         beyond = "" if begun == last else f", beyond the {last} steps asked for"
         print(
             f"already trained to step {begun}{beyond}; to train on, give more --steps; to start over, "
@@ -201,12 +216,14 @@ def _train_alone(request: TrainRequest, launch: Launch, key: str, started: float
         return 0
     else:
         print(f"resuming from step {begun}")
-        launch = _with_schedule(launch, given.options, begun, stored)
+        launch = with_schedule(launch, given.options, begun, stored)
 
     launch = replace(launch, data=data)
     # The tokenizer is known now.
     check_teacher(request.distill, to_argv(flags(launch)), given.layout.world_size)
     identity.record(launch, request.command)
+    if request.config_text:
+        write_text(request.output / CONFIG_FILE, request.config_text)
     print(f"training log: {log_file}", flush=True)
     argv = to_argv(flags(launch))
     words = processes.command(argv, launch.layout.world_size, request.device)
@@ -231,8 +248,7 @@ def _train_alone(request: TrainRequest, launch: Launch, key: str, started: float
 def _run(
     request: TrainRequest, launch: Launch, words: list[str], env: dict[str, str], log_file: Path, begun: int
 ) -> tuple[int, TrainProgress]:
-    if request.options.conversations:
-        env[switches.SFT_MEAN] = request.options.mean or MEANS[0]
+    env |= variables_of(request.options)
     if request.options.monitor is not None:
         env[switches.MONITOR] = str(request.options.monitor)
     if request.distill:
@@ -258,7 +274,7 @@ def _curve(request: TrainRequest) -> log.Curve:
     """Read the run's log, and the values of its event files if there are any."""
     curve = log.read(str(request.output / log.FILE))
     with contextlib.suppress(ValueError, ImportError):
-        curve.correct(events.read(events.find(request.output / log.EVENTS)))
+        curve.correct(events.read(events.find(request.events)))
     return curve
 
 
@@ -310,7 +326,12 @@ def _own_options(request: TrainRequest) -> tuple[str, ...]:
     options: tuple[str, ...] = ()
     # Event files, if TensorBoard is installed.
     if "--tensorboard-dir" not in request.launch.options and importlib.util.find_spec("tensorboard"):
-        options += ("--tensorboard-dir", str(request.output / log.EVENTS))
+        options += ("--tensorboard-dir", str(request.events))
+    if request.options.tracking.wandb is not None:
+        options += ("--wandb-project", request.options.tracking.wandb)
+        options += ("--wandb-save-dir", str(request.output))
+        if "--wandb-exp-name" not in request.launch.options:
+            options += ("--wandb-exp-name", request.output.resolve().name)
     if request.options.conversations:
         options += CONVERSATION_OPTIONS
     if request.options.isolate_documents:
@@ -351,11 +372,12 @@ class _RunIdentity:
         teacher: manifest.Part | None,
     ) -> None:
         self.manifest, self.step, self.allowed = manifest.RunManifest(request.output), step, request.changes
-        self._given = contents, teacher
+        self._given, self._options = (contents, teacher), request.options
         self.before = manifest.parts_of_checkpoint(stored.args) if stored else {}
 
     def _parts(self, launch: Launch) -> manifest.Parts:
         environment = {name: value for name, value in os.environ.items() if name != switches.EMULATE}
+        environment |= variables_of(self._options)
         if launch.emulate:
             environment[switches.EMULATE] = launch.emulate.text()
         return manifest.parts_of(to_argv(flags(launch)), environment, launch.config.name, *self._given)
@@ -367,33 +389,3 @@ class _RunIdentity:
     def record(self, launch: Launch, command: str) -> None:
         for line in self.manifest.write(self._parts(launch), self.step, command):
             print(line)
-
-
-def _last_step(launch: Launch) -> int | None:
-    """Return the step after which training ends; None if it is not known."""
-    found = continued.schedule_of_arguments(to_argv(flags(launch)))
-    return None if found is None else found.train // (1 if found.unit == "iters" else found.batch)
-
-
-def _with_schedule(
-    launch: Launch, own: Mapping[str, object], step: int, stored: StoredState | None
-) -> Launch:
-    """Return the launch with the schedule on which a run goes on; print what changes."""
-    saved = stored and continued.saved_schedule(step, stored.scheduler, stored.args)
-    wanted = continued.schedule_of_arguments(to_argv(flags(launch)))
-    if not saved or wanted is None:
-        return launch
-    continued.require_same_rates(saved, wanted)
-    planned = [name for name in own if name in continued.OPTIONS]
-    if not planned:
-        words, lines = continued.continued(saved, wanted, keep=continued.KEEP in own)
-    elif changed := continued.differences(saved, wanted):
-        words = [continued.OVERRIDE]
-        lines = [f"the schedule is the one given by {' '.join(planned)}: {continued.described(changed)}"]
-    else:
-        return launch
-    for line in lines:
-        print(line)
-    # A switch that the user gave, too, would contradict the override.
-    extra = [word for word in launch.extra if word != continued.KEEP]
-    return replace(launch, extra=(*extra, *words))

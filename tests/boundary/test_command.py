@@ -1,4 +1,4 @@
-"""`nemotron3 boundary`."""
+"""`nemotron3 plan boundary`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from megatron_nemotron3 import cli
 
-PAIR = ["boundary", "--from", "tp=1,dp=4", "--to", "tp=4,dp=1"]
+PAIR = ["plan", "boundary", "--from", "tp=1,dp=4", "--to", "tp=4,dp=1"]
 
 
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,7 +43,7 @@ def test_offset_0_shares_the_ranks(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_context_and_sequence_parallelism(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--samples", "2", "--rows-per-sample", "10", "--hidden", "1"]
-    words = ["boundary", "--from", "tp=2", "--to", "tp=2,cp=2,pp=3,sp", *options]
+    words = ["plan", "boundary", "--from", "tp=2", "--to", "tp=2,cp=2,pp=3,sp", *options]
     assert cli.main(words) == 0
     text = capsys.readouterr().out
     assert "language model   tp=2,cp=2,pp=3,offset=2,sp: ranks 2-13, 1 data lane, at stage 0 of 3" in text
@@ -89,7 +89,7 @@ def test_wrong_input(words: list[str], message: str, capsys: pytest.CaptureFixtu
     if message == "a row at position":
         words = [*words[:-1], "252"]
     try:
-        status = cli.main(["boundary", *words])
+        status = cli.main(["plan", "boundary", *words])
     except SystemExit as end:
         status = int(end.code or 0)
     printed = capsys.readouterr()

@@ -267,7 +267,7 @@ DOORS = {
     "options after --": [*_TRAIN, "--", "--load", "HOSTILE"],
     "teacher": [*_TRAIN, "--teacher", "HOSTILE"],
     "base of adapters": _TRAIN,
-    "logits": ["logits", "HOSTILE", "--output", "out", "--samples", "1"],
+    "logits": ["distill", "logits", "HOSTILE", "--output", "out", "--samples", "1"],
 }
 
 

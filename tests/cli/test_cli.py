@@ -11,6 +11,8 @@ import pytest
 import megatron_nemotron3
 from megatron_nemotron3 import cli
 from megatron_nemotron3.cli import table
+from megatron_nemotron3.common.parser import OPTIONS
+from tests.support.invariants import options_of
 
 
 @pytest.mark.parametrize(
@@ -62,7 +64,18 @@ def test_warnings_go_beside_the_flags(capsys: pytest.CaptureFixture[str]) -> Non
         (["flags", "super", "--backend", "cuda"], "invalid choice"),
         (["flags", "super", "--", "lonely"], "lonely"),
         (["show", "super", "--", "--lr", "1"], "no arguments are allowed after --: drop --lr 1"),
-        (["nothing"], "unknown command nothing"),
+        (["nothing"], "unknown command nothing ("),
+        (["export", "runs/demo"], "unknown command export; did you mean 'convert to-hf'?"),
+        (["boundry"], "unknown command boundry; did you mean 'plan boundary'?"),
+        (["serve"], "did you mean 'convert to-hf' (inference engines serve its folder)?"),
+        (["convert", "import"], "unknown command import; did you mean 'convert from-hf'?"),
+        (["convert", "x", "y"], "nemotron3 convert: unknown command x ("),
+        (["distill"], "nemotron3 distill: the following arguments are required: logits|projection"),
+        (["train", "super", "--max-steps", "3"], "unknown option --max-steps; did you mean '--steps'?"),
+        (["train", "super", "--resume"], "did you mean '--output' (what its folder has goes on)?"),
+        (["show", "super", "--max-steps=3"], "unknown option --max-steps\n"),
+        (["chat", "--checkpoint", "x"], "did you mean 'CHECKPOINT' (an argument, without an option)?"),
+        (["plan", "refit", "super", "--from", "x", "--to", "tp=1"], "nemotron3 plan refit: "),
         (["flag", "super"], "unknown command flag; did you mean 'flags'?"),
         (["convert", "tohf"], "unknown command tohf; did you mean 'to-hf'?"),
         (["plan", "super", "--gpuz=h100", "--gpus", "8"], "unknown option --gpuz; did you mean '--gpu'?"),
@@ -98,8 +111,8 @@ def test_bad_input(words: list[str], message: str, capsys: pytest.CaptureFixture
             ["plan", "nano", "--gpus", "8", "--gpu", "gb200", "--precision", "bf16", "--json"],
         ),
         (
-            ["boundary", "--from", "dp=1", "--to", "dp=1", "--dtype", "FP32"],
-            ["boundary", "--from", "dp=1", "--to", "dp=1", "--dtype", "float32"],
+            ["plan", "boundary", "--from", "dp=1", "--to", "dp=1", "--dtype", "FP32"],
+            ["plan", "boundary", "--from", "dp=1", "--to", "dp=1", "--dtype", "float32"],
         ),
     ],
 )
@@ -124,10 +137,31 @@ def test_the_help_lists_every_command(
     printed = capsys.readouterr()
     lines = printed.out.splitlines()
     assert printed.err == ""
-    for command in table.COMMANDS.values():
+    listed = [command for command in table.COMMANDS.values() if " " not in command.name]
+    assert len(listed) <= 20
+    for command in listed:
         assert any(line.split()[:1] == [command.name] for line in lines), command.name
         assert command.purpose in " ".join(printed.out.split()), command.name
     assert max(map(len, lines)) <= columns
+
+
+@pytest.mark.parametrize("name", ["plan", "distill", "convert"])
+def test_the_help_of_a_command_lists_those_below_it(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main([name, "-h"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert end.value.code == 0 and "commands:" in printed
+    for command in table.COMMANDS[name].below:
+        assert command.name.split()[-1] in printed and command.purpose in printed
+
+
+def test_synonyms_stand_for_what_exists() -> None:
+    """A word that names a command needs no synonym."""
+    for word, meant in table.SYNONYMS.items():
+        assert meant.partition(" (")[0] in table.COMMANDS and word not in table.COMMANDS
+    known = {action.dest for name in table.COMMANDS for action in options_of(name)}
+    for word, meant in OPTIONS.items():
+        assert meant.partition(" (")[0].strip("-").lower().replace("-", "_") in known, word
 
 
 def test_help_and_version_import_no_command() -> None:

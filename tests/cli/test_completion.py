@@ -56,12 +56,14 @@ def completed(line: str, folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("nemotron3 ", set(COMMANDS)),
+        ("nemotron3 ", {name for name in COMMANDS if " " not in name}),
+        ("nemotron3 distill ", {"logits", "projection"}),
+        ("nemotron3 plan boundary --ro", {"--rows", "--rows-per-sample"}),
         ("nemotron3 --ver", {"--version"}),
         ("nemotron3 show super --", {"--help", "--json", "--model", "--tiny"}),
         ("nemotron3 train --model m", {"mine.json"}),
         ("nemotron3 run --device c", {"cpu", "cuda"}),
-        ("nemotron3 generate --checkpoint runs/d", {"runs/demo/"}),
+        ("nemotron3 generate runs/d", {"runs/demo/"}),
         ("nemotron3 convert to-hf runs/demo out --dtype b", {"bfloat16"}),
     ],
 )

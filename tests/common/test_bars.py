@@ -56,7 +56,7 @@ def test_without_tqdm_a_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> 
     terminal = Terminal()
     bar = Bar("verify", "files", 4, stream=terminal)
     bar.to(1)
-    assert terminal.getvalue().startswith("1 files of 4 files, ")
+    assert terminal.getvalue().startswith("1 of 4 files, ")
 
 
 def test_training_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ MTP = [mtp_row(depth, layer) for depth in (1, 2) for layer in (1, 2)]
 
 
 def drawn(kind: str, rows: list[str], steps: list[int]) -> tuple[Figure, Any]:
-    """A panel of `watch`, laid out."""
+    """A panel of `report monitors`, laid out."""
     with matplotlib.rc_context(plots.STYLE):
         figure = Figure(figsize=plots.PANEL, dpi=plots.DPI, layout="constrained")
         axes = figure.subplots()

@@ -36,7 +36,7 @@ def _missing(words: list[str], root: Path, subcommands: set[str]) -> Iterator[st
     program = words[0]
     if program == "make" and not re.search(rf"^{words[1]}:", (root / "Makefile").read_text(), re.M):
         yield f"make has no target {words[1]}"
-    if program == "nemotron3" and words[1] not in subcommands:
+    if program == "nemotron3" and not {words[1], " ".join(words[1:3])} & subcommands:
         yield f"nemotron3 has no command {words[1]}"
     if program == "python" and words[1:2] == ["-m"] and words[2].split(".")[0] in FOLDERS:
         module = root / words[2].replace(".", "/")

@@ -109,18 +109,19 @@ def commands() -> str:
 
 
 def _help() -> Iterator[tuple[str, str]]:
-    """(command, help text), subcommands after their command."""
+    """(command, help text), in the order of the table."""
     from megatron_nemotron3 import cli
+    from megatron_nemotron3.cli.table import COMMANDS
 
-    def walk(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
-        yield parser.prog, re.sub(r"[ \t]+$", "", parser.format_help(), flags=re.M)
-        for action in parser._actions:
-            if isinstance(action, _SubParsersAction):
-                for below in dict.fromkeys(action.choices.values()):
-                    yield from walk(below)
+    def text(name: str) -> str:
+        parser = cli.parser(name.split())
+        for word in name.split():
+            (action,) = (one for one in parser._actions if isinstance(one, _SubParsersAction))
+            parser = action.choices[word]
+        return re.sub(r"[ \t]+$", "", parser.format_help(), flags=re.M)
 
     with mock.patch.dict(os.environ, {"COLUMNS": "110", "NO_COLOR": "1"}):
-        yield from list(walk(cli.parser()))
+        yield from [(f"nemotron3 {name}".strip(), text(name)) for name in ("", *COMMANDS)]
 
 
 def upstream_tests() -> str:

@@ -23,13 +23,16 @@ from tests.docs.blocks import NEMOTRON3, PAGES, ROOT, Block, blocks, write_stand
 from tests.support.programs import follow_forked, run_python
 
 #: Commands whose example takes more than a second; files of their own test them.
-SLOW = {"doctor", "certify", "train", "run", "finetune", "boost", "logits", "evaluate", "bisect"}
-SLOW |= {"report", "watch", "refit", "chat", "prune"}
+SLOW = {"doctor", "certify", "train", "run", "finetune", "evaluate", "bisect"}
+SLOW |= {"train boost", "distill logits", "report", "report monitors", "plan refit", "chat", "prune"}
+SLOW.add("convert from-hf")
 #: Commands whose result is not a report.
-NO_JSON = {"train", "run", "finetune", "boost", "chat", "logits", "prune"}
+NO_JSON = {"train", "run", "finetune", "train boost", "chat", "distill logits", "prune"}
+#: Commands that do something themselves.
+EXAMPLES = {name: command for name, command in table.COMMANDS.items() if command.module}
 REPORTING = [
     pytest.param(command, id=name, marks=pytest.mark.full if name in SLOW else ())
-    for name, command in table.COMMANDS.items()
+    for name, command in EXAMPLES.items()
     if name not in NO_JSON
 ]
 BLOCKS = [block for page in PAGES for block in blocks(page)]
@@ -82,8 +85,8 @@ def parses(block: Block) -> None:
     assert read.returncode == 0, (block.page, block.line, read.stderr)
     for words in block.nemotron3_commands() or []:
         end = words.index("--") if "--" in words else len(words)
-        if words[0] != "run" and "…" not in words:  # run passes on what it does not know
-            cli.parser(words[0]).parse_args(words[:end])
+        if words[0] != "run" and not {"…", "--config"} & {*words}:  # run passes on what it does not know
+            cli.parser(words).parse_args(words[:end])
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -122,19 +125,11 @@ def test_block(block: Block, page_folder: Callable[[str], Path], programs: Path)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
-@pytest.mark.full
-def test_example_of_the_other_direction(page_folder: Callable[[str], Path]) -> None:
-    folder = page_folder("directions")
-    for example in table.DIRECTIONS.values():
-        done = run_python(["-c", NEMOTRON3, *shlex.split(example)[1:]], folder)
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-
-
 def write_chat_model(folder: Path) -> None:
     """Conversations, and a Hugging Face folder whose tokenizer has a chat template."""
     run_python([str(ROOT / "examples" / "conversations.py"), "."], folder)
     if not (folder / "demo-hf").exists():
-        run_python(["-c", NEMOTRON3, *shlex.split(table.COMMANDS["convert"].example)[1:]], folder)
+        run_python(["-c", NEMOTRON3, *shlex.split(table.COMMANDS["convert to-hf"].example)[1:]], folder)
     (tokenizer,) = (folder / "runs" / "demo" / "data").glob("*/tokenizer")
     for file in tokenizer.iterdir():
         shutil.copy(file, folder / "demo-hf")
@@ -142,7 +137,7 @@ def write_chat_model(folder: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("command", table.COMMANDS.values(), ids=list(table.COMMANDS))
+@pytest.mark.parametrize("command", EXAMPLES.values(), ids=list(EXAMPLES))
 def test_example(command: table.Command, page_folder: Callable[[str], Path], programs: Path) -> None:
     """The example of each command in `nemotron3 --help` runs, in the order of the help."""
     folder = page_folder("examples of commands")
@@ -169,10 +164,10 @@ def _no_json(word: str) -> None:
 def test_json(command: table.Command, page_folder: Callable[[str], Path]) -> None:
     """With --json the example prints one JSON document, and nothing else on stdout."""
     folder, words = page_folder("examples of commands"), shlex.split(command.example)[1:]
-    if command.name == "convert":
+    if command.name == "convert to-hf":
         shutil.rmtree(folder / "demo-hf", ignore_errors=True)
-    elif command.name == "verify" and not (folder / "demo-hf").exists():
-        run_python(["-c", NEMOTRON3, *shlex.split(table.COMMANDS["convert"].example)[1:]], folder)
+    elif command.name.startswith("convert ") and not (folder / "demo-hf").exists():
+        run_python(["-c", NEMOTRON3, *shlex.split(table.COMMANDS["convert to-hf"].example)[1:]], folder)
     done = run_python(["-c", NEMOTRON3, *words, "--json"], folder)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     document = json.loads(done.stdout, parse_constant=_no_json)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import datetime
 import re
-from argparse import _SubParsersAction
 from pathlib import Path
 
 import pytest
 
-from megatron_nemotron3 import cli
+from megatron_nemotron3.cli.table import COMMANDS
 from tests.docs.cards import PAGE, ROOT, TABLE, Card, cards
 from tests.docs.commands import missing
 
@@ -21,9 +20,7 @@ FIGURE = re.compile(r"(?<![\w.,-])\d[\d,]*(?:\.\d+)?(?:e[-+]\d+)?(?![\w.]*\w)")
 
 def subcommands() -> set[str]:
     """What may stand behind `nemotron3`."""
-    parser = cli.parser()
-    (action,) = (a for a in parser._actions if isinstance(a, _SubParsersAction))
-    return set(action.choices)
+    return set(COMMANDS)
 
 
 def figures(text: str) -> set[str]:

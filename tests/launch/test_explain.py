@@ -81,6 +81,32 @@ def test_lists_what_flags_passes(name: str) -> None:
     assert len(by_name(explained)) == len(explained.settings)
 
 
+@pytest.mark.parametrize("name", ["super", "nano", "ultra", "nemotron-h-8b"])
+def test_the_nearest_model_of_a_partial_script(name: str) -> None:
+    """What a script passes says which model it is, not what it leaves to a file or to defaults."""
+    config = models.get(name)
+    pattern = ["--hybrid-layer-pattern", config.pattern]
+    hidden = ["--hidden-size", str(config.hidden_size)]
+    assert explain_nearest(command([*pattern, *hidden])).config == config
+    if config.is_moe:
+        experts = [
+            "--num-experts",
+            str(config.num_moe_experts),
+            "--moe-router-topk",
+            str(config.moe_router_topk),
+        ]
+        assert explain_nearest(command([*experts, *hidden])).config == config
+
+
+def test_options_of_a_fork_are_listed() -> None:
+    found = explain_nearest(command([*launch_words(models.get("super")), "--my-fork-option", "3"]))
+    assert "unknown-option" not in {violation.rule for violation in found.violations}
+    [note] = [note for note in found.notes if note.startswith("not Megatron's")]
+    assert "--my-fork-option" in note and "--hidden-size" not in note
+    text = render(found, full=True)
+    assert "--my-fork-option" in text[text.index("the user's own") :].partition("notes")[0]
+
+
 def test_experts_that_differ_by_layer() -> None:
     """No option but --spec says them, so the stack is compared like a number of the model."""
     puzzle = models.get("puzzle")

@@ -58,8 +58,8 @@ def test_the_same_model_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture
     readers = (
         ["train", "--model", str(wrong), "--steps", "1"],
         ["convert", "to-hf", "a", "b", "--model", str(wrong)],
-        ["verify", "a", "b", "--model", str(wrong)],
-        ["generate", "--checkpoint", str(tmp_path), "--model", str(wrong), "--prompt", "x"],
+        ["convert", "verify", "a", "b", "--model", str(wrong)],
+        ["generate", str(tmp_path), "--model", str(wrong), "--prompt", "x"],
         ["doctor", "--step", str(wrong)],
     )
     for words in readers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -63,6 +64,9 @@ def require_all_of_the_source(source: Path, tuned: Path) -> None:
         assert (tuned / name).read_bytes() == (source / name).read_bytes()
 
 
+seen: list[argparse.Namespace] = []
+
+
 def untrained(stopped: list[int]) -> Callable[..., int]:
     """The steps, but training copies its start; it is interrupted as often as `stopped` has statuses."""
 
@@ -70,7 +74,10 @@ def untrained(stopped: list[int]) -> Callable[..., int]:
         line = [str(word) for word in words]
         if line[0] != "train":
             return cli.main(line)
-        options = cli.parser("train").parse_args(line)
+        cut = line.index("--") if "--" in line else len(line)
+        options = cli.parser(["train"]).parse_args(line[:cut])
+        options.extra = line[cut + 1 :]
+        seen.append(options)
         assert options.steps == 2 and options.conversations and (options.pretrained / "release").is_dir()
         assert LORA not in os.environ and not prefix
         if stopped:
@@ -102,12 +109,45 @@ def test_the_steps_and_a_start_after_an_interrupt(
     kept = [json.loads(line) for line in (tuned / "train.jsonl").read_text().splitlines()]
     held = [json.loads(line) for line in (tuned / "held_out.jsonl").read_text().splitlines()]
     assert kept and held and sorted(map(str, kept + held)) == sorted(map(str, LINES))
-    assert cli.main(["verify", str(tmp_path / "hf"), str(tuned / "hf")]) == 0
+    assert cli.main(["convert", "verify", str(tmp_path / "hf"), str(tuned / "hf")]) == 0
     require_all_of_the_source(tmp_path / "hf", tuned / "hf")
     assert "apples" in str(json.loads((tuned / "hf" / "tokenizer.json").read_text())["model"]["vocab"])
     # Another request in the same folder.
     assert cli.main([*words, "--lr", "1e-3"]) == 2
     assert "holds a fine-tuning with another lr" in capsys.readouterr().err
+    assert cli.main([*words, "--format", "messages"]) == 2
+    assert "holds a fine-tuning with another reading" in capsys.readouterr().err
+
+
+def test_three_conversations_a_layout_and_a_file_that_repeats_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """Layout and Megatron's options reach the training; nothing is held out, which is said; next commands."""
+    words, tuned = inputs(tmp_path), tmp_path / "tuned"
+    write_lines(tmp_path / "chats.jsonl", LINES[:3])
+    (tmp_path / "hf/LICENSE").write_text("terms\n")
+    monkeypatch.setattr(command, "step", untrained([]))
+    seen.clear()
+    given = ["--tp", "2", "--ep", "2", "--split", "100,0,0", "--tensorboard", "--", "--num-workers", "0"]
+    assert cli.main([*words, *given]) == 0
+    out = capsys.readouterr().out
+    assert "too few conversations (3) to hold some out" in out and "held-out loss" not in out
+    (options,) = seen
+    assert (options.tp, options.ep, options.dp) == (2, 2, None)
+    assert options.extra == ["--split", "100,0,0", "--num-workers", "0"]
+    assert len((tuned / "train.jsonl").read_text().splitlines()) == 3
+    assert (tuned / "hf/LICENSE").read_text() == "terms\n"
+    after = out.rpartition("Hugging Face  ")[2]
+    commands = [line.split()[2:] for line in after.splitlines() if line.startswith("next ")]
+    assert [line[0] for line in commands] == ["chat", "serve"]
+    cli.parser(["chat"]).parse_args(commands[0])
+    # The file repeats the run elsewhere; the command line counts before it.
+    assert (
+        cli.main(["finetune", "--config", str(tuned / "config.yaml"), "--output", str(tmp_path / "b")]) == 0
+    )
+    again = seen[-1]
+    assert again.output == tmp_path / "b/run" and (again.tp, again.lr) == (2, 1e-2)
+    assert again.extra == ["--split", "100,0,0", "--num-workers", "0"]
 
 
 @pytest.mark.parametrize("way", ["--mtp-from", "--mtp-num-layers"])
@@ -138,12 +178,11 @@ def test_a_model_that_has_lost_mtp(
         (lambda at: (at / "chat/tokenizer.json").unlink(), "holds no tokenizer"),
         (lambda at: write_tokenizer(at / "chat", None), "/chat has no chat template"),
         (
-            lambda at: write_tokenizer(at / "chat", THINKING)
+            lambda at: write_tokenizer(at / "chat", THINKING.replace("m.content", "m.content | upper"))
             and write_lines(at / "chats.jsonl", [*LINES, {"messages": CHAT}]),
-            "chats.jsonl:41: message 2 reads differently",
+            "does not write the content of message 2 as it is",
         ),
         (lambda at: write_lines(at / "chats.jsonl", [{"text": "a"}]), 'chats.jsonl:1: give an object'),
-        (lambda at: write_lines(at / "chats.jsonl", LINES[:1]), "too few to hold one in 8 out"),
         (lambda at: write_lines(at / "tuned", [{}]), "is no fine-tuning"),
         (lambda at: shutil.rmtree(at / "hf") or inputs(at, 512), "training would drop the rest"),
     ],
@@ -171,6 +210,10 @@ def test_wrong_input_ends_before_anything_is_written(
         (["--adapter-only"], "goes with --lora"),
         (["--lora", "base=x"], "leave base= out"),
         (["--steps", "0"], "--steps 0: give more than 0"),
+        (["--tp", "0"], "tp=0 is not a positive integer"),
+        (["--", "--save", "x"], "--save (give --output)"),
+        (["--push-to-hub", "a b"], "--push-to-hub a b: give OWNER/NAME"),
+        (["--wandb", "a", "--", "--wandb-project", "b"], "--wandb and --wandb-project both say where"),
     ],
 )
 def test_wrong_words(words: list[str], message: str, tmp_path: Path, capsys: Capture) -> None:
@@ -191,8 +234,11 @@ def test_trained(lora: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     capsys.readouterr()
     if "--adapter-only" in lora:
         assert (tuned / "hf" / "adapter_model.safetensors").exists()
+        written = json.loads((tuned / "hf/adapter_config.json").read_text())
+        assert written["base_model_name_or_path"] == str(tmp_path / "hf")
+        assert (tuned / "hf/tokenizer.json").exists()
     else:
-        assert cli.main(["verify", str(tuned / "run"), str(tuned / "hf")]) == 0
+        assert cli.main(["convert", "verify", str(tuned / "run"), str(tuned / "hf")]) == 0
         require_all_of_the_source(tmp_path / "hf", tuned / "hf")
-        assert cli.main(["verify", str(tmp_path / "hf"), str(tuned / "hf")]) == 1
+        assert cli.main(["convert", "verify", str(tmp_path / "hf"), str(tuned / "hf")]) == 1
     assert LORA not in os.environ

@@ -43,7 +43,7 @@ def test_heads_train_save_and_resume(
     # Of the weights only MTP's differ between two checkpoints.
     capfd.readouterr()
     places = [str(tmp_path / "whole" / f"iter_000000{step}") for step in (2, 4)]
-    assert cli.main(["verify", "--json", *places]) == 1
+    assert cli.main(["convert", "verify", "--json", *places]) == 1
     differ = [one["tensor"] for one in json.loads(capfd.readouterr().out)["differences"]]
     assert differ and all(name.startswith("mtp.layers.") for name in differ)
 

@@ -20,13 +20,15 @@ import signal
 import sys
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from difflib import unified_diff
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from megatron_nemotron3.cli.table import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 ORACLES = ROOT / "tests" / "golden"
@@ -98,11 +100,6 @@ def _parser(line: str) -> argparse.ArgumentParser:
     raise AssertionError(f"nemotron3 {line} did not parse its words")
 
 
-def _subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    found = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    return {name: below for action in found for name, below in action.choices.items()}
-
-
 def _described(action: argparse.Action) -> str:
     """All that a user may rely on: spellings, number of values, type, choices, default."""
     spelled = " ".join(action.option_strings) or f"<{action.dest}>"
@@ -121,19 +118,21 @@ def _described(action: argparse.Action) -> str:
     return "  ".join([spelled, *(f"{k}={value}" for k, value in values.items() if value is not None)])
 
 
-def _options(name: str, parser: argparse.ArgumentParser) -> Iterator[tuple[str, list[str]]]:
-    actions = [a for a in parser._actions if not isinstance(a, argparse._SubParsersAction)]
-    yield name, sorted(map(_described, actions))
-    for below, its in _subcommands(parser).items():
-        yield from _options(f"{name} {below}", its)
+def options_of(name: str) -> list[argparse.Action]:
+    """Options and positional arguments of a command."""
+    parser = _parser(name)
+    for word in name.split():
+        (action,) = (one for one in parser._actions if isinstance(one, argparse._SubParsersAction))
+        parser = action.choices[word]
+    return [one for one in parser._actions if not isinstance(one, argparse._SubParsersAction)]
 
 
 def commands() -> dict[str, list[str]]:
     """Every command with its options and positional arguments."""
     top = _parser("")
     found = {"nemotron3": sorted(_described(a) for a in top._actions if a.option_strings)}
-    for name in _subcommands(top):
-        found.update(_options(name, _subcommands(_parser(name))[name]))
+    for name in COMMANDS:
+        found[name] = sorted(map(_described, options_of(name)))
     return dict(sorted(found.items()))
 
 

@@ -115,7 +115,7 @@ def test_held_out_loss_falls(
     measure = ["--conversations", str(file), "--tokenizer", inputs[inputs.index("--tokenizer") + 1], "--json"]
 
     def loss() -> float:
-        assert cli.main(["evaluate", "--checkpoint", str(tmp_path / "run"), "--device", "cpu", *measure]) == 0
+        assert cli.main(["evaluate", str(tmp_path / "run"), "--device", "cpu", *measure]) == 0
         found = json.loads(capsys.readouterr().out)
         assert found["conversations"] == 10
         return float(found["per_token"])
@@ -130,3 +130,36 @@ def test_held_out_loss_falls(
     assert "resuming from step 1" in capsys.readouterr().out
     assert loss() < before - 0.5
     assert max(log.read(str(tmp_path / "run" / "train.log")).steps) == 12
+
+
+@pytest.mark.full
+def test_three_conversations_with_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row: no validation, which is said; the run ends, and its file repeats it."""
+    pytest.importorskip("wandb")
+    import io
+    from contextlib import redirect_stdout
+
+    from megatron_nemotron3 import cli
+    from tests.train.data.test_conversations import say, write_lines, write_tokenizer
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    write_tokenizer(tmp_path / "chat")
+    lines = [{"messages": [say("user", f"{i} apples?"), say("assistant", "yes")]} for i in range(3)]
+    write_lines(tmp_path / "chats.jsonl", lines)
+    words = ["train", "nano", "--tiny", "--steps", "2", "--seq-length", "128", "--device", "cpu"]
+    words += ["--conversations", str(tmp_path / "chats.jsonl"), "--tokenizer", str(tmp_path / "chat")]
+    words += [
+        "--output",
+        str(tmp_path / "run"),
+        "--wandb",
+        "apples",
+        "--tensorboard",
+        str(tmp_path / "events"),
+    ]
+    with redirect_stdout(io.StringIO()) as text:
+        assert cli.main(words) == 0
+    assert "no validation: too few rows (1)" in text.getvalue()
+    assert list((tmp_path / "run/wandb").glob("offline-run-*")) and list((tmp_path / "events").iterdir())
+    again = ["train", "--config", str(tmp_path / "run/config.yaml"), "--output", str(tmp_path / "again")]
+    assert cli.main(again) == 0
+    assert (tmp_path / "again/checkpoints/latest_checkpointed_iteration.txt").read_text() == "2"

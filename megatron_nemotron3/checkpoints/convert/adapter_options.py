@@ -12,6 +12,7 @@ from megatron_nemotron3.checkpoints.convert import peft
 from megatron_nemotron3.checkpoints.convert.adapters import StoredAdapter, check_fits, to_megatron
 from megatron_nemotron3.checkpoints.convert.inventory import TensorMapping
 from megatron_nemotron3.checkpoints.convert.opened import Checkpoint
+from megatron_nemotron3.checkpoints.convert.origin import tokenizer_files
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.checkpoints.convert.streams import FilePlan
 from megatron_nemotron3.common.files import read_outside
@@ -68,8 +69,10 @@ def adapter_folder(
         )
     if mtp := [stem for stem in stems if stem.startswith("mtp.")]:
         _note(f"{len(mtp):,} adapters are of MTP, which transformers does not have: peft ignores them")
-    base = str(options.reference) if options.reference is not None else None
-    return peft.folder_plan(opened.adapter, names, base)
+    reference = options.reference
+    base = options.base_model or (str(reference) if reference is not None else None)
+    view, files, small = peft.folder_plan(opened.adapter, names, base)
+    return view, files, {**(tokenizer_files(reference) if reference is not None else {}), **small}
 
 
 def _note(text: str) -> None:

@@ -1,4 +1,4 @@
-"""`nemotron3 convert` and `nemotron3 verify`; the work is in `conversion`."""
+"""`nemotron3 convert to-hf`, `from-hf` and `verify`; the work is in `conversion`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class FromHf:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
-    """Options of `nemotron3 verify`."""
+    """Options of `nemotron3 convert verify`."""
 
     a: Path | str = argument("Megatron or Hugging Face checkpoint, or a URL", "A", parse=place)
     b: Path | str | None = argument("default: the manifest of A", "B", default=None, parse=place)
@@ -61,18 +61,10 @@ class VerifyOptions:
 
 
 def register(commands: Any) -> None:
-    """Add `nemotron3 convert` and `nemotron3 verify`."""
-    command = commands.add_parser("convert")
-    ways = command.add_subparsers(
-        dest="direction", required=True, metavar="to-hf|from-hf", parser_class=type(command)
-    )
-    to_hf = "convert a Megatron checkpoint to a Hugging Face folder"
-    from_hf = "convert a Hugging Face folder to a Megatron checkpoint"
-    for name, what in (("to-hf", to_hf), ("from-hf", from_hf)):
-        ways.add_parser(name, help=what, description=what.replace("c", "C", 1) + ".")
-    add_command(ways.choices["to-hf"], ToHf, convert_to_hf)
-    add_command(ways.choices["from-hf"], FromHf, convert_from_hf)
-    add_command(commands.add_parser("verify"), VerifyOptions, verify)
+    """Add `nemotron3 convert to-hf`, `from-hf` and `verify`."""
+    add_command(commands.add_parser("convert to-hf"), ToHf, convert_to_hf)
+    add_command(commands.add_parser("convert from-hf"), FromHf, convert_from_hf)
+    add_command(commands.add_parser("convert verify"), VerifyOptions, verify)
 
 
 def convert_to_hf(arguments: ToHf) -> int:
@@ -112,7 +104,7 @@ def _prepared(options: _O) -> _O:
 
 
 def verify(options: VerifyOptions) -> int:
-    """Run `nemotron3 verify`."""
+    """Run `nemotron3 convert verify`."""
     from megatron_nemotron3.checkpoints.convert import verify as comparison
 
     with ExitStack() as stack:

@@ -43,15 +43,16 @@ from megatron_nemotron3.checkpoints.convert.streams import FilePlan
 from megatron_nemotron3.checkpoints.convert.upload import check_url, upload
 from megatron_nemotron3.checkpoints.convert.views import Cast, Converted, Joined
 from megatron_nemotron3.checkpoints.folders import free_bytes, locate
+from megatron_nemotron3.checkpoints.hub import push, require_hub
 from megatron_nemotron3.checkpoints.metadata import count_elements, elements_text
 from megatron_nemotron3.checkpoints.remote import shown
-from megatron_nemotron3.common.output import BYTES, Bar, say, size_text
+from megatron_nemotron3.common.output import BYTES, Bar, count, say, size_text
 from megatron_nemotron3.common.processes import bulk_work
 from megatron_nemotron3.models.lora import ARGUMENT as LORA_ARGUMENT
 from megatron_nemotron3.models.omni import ARGUMENT as ENCODERS
 
 #: Options that do not change what is written.
-_NO_EFFECT = ("workers", "dry_run", "json", "check_logits", "url", "which", "shard_size")
+_NO_EFFECT = ("workers", "dry_run", "json", "check_logits", "url", "which", "shard_size", "push_to_hub")
 
 
 @bulk_work()
@@ -59,6 +60,12 @@ def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
     """Convert a Megatron checkpoint to a Hugging Face folder. Returns the exit status."""
     options = replace(options, config=options.config or model_of(options.which))
     _check_target(target, options)
+    if options.push_to_hub is not None:
+        if options.url is not None:
+            raise ValueError(
+                f"--push-to-hub: convert to a local folder, not to {options.url}, or leave it out"
+            )
+        require_hub(options.push_to_hub)
     base = omni_parts.open_into(options.into, megatron=False)
     vocab_size, reference = options.vocab_size, options.reference or options.into
     if locate(source).kind == "hugging face":
@@ -80,8 +87,11 @@ def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
     opened = with_adapter(opened, options)
     if options.adapter_only:
         view, files, small = adapter_folder(opened, options)
-        _run_job(opened, target, _job(opened, target, view, (files, small), options), options, ())
+        if _run_job(opened, target, _job(opened, target, view, (files, small), options), options, ()):
+            _push(target, options)
         return 0
+    if options.base_model is not None:
+        raise ValueError("--base-model: it goes with --adapter-only")
     view = opened.hf_view()
     dtype = _main_dtype(view)
     view = _cast(view, options.dtype, opened, hf=True)
@@ -112,10 +122,21 @@ def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
     lines += [*filter(None, (line, line_of_files)), *_note_lines(opened, base, json.loads(small[CONFIG]))]
     notes = [*_quantized_lines(plan), *lines]
     job = _job(opened, target, view, (files, small), options, scales)
-    if not _run_job(opened, target, job, options, notes) or options.check_logits is None:
+    if not _run_job(opened, target, job, options, notes):
         return 0
-    made = open_hugging_face(target, model=opened.config, omni=True)
-    return _compare_logits(options.check_logits, opened, made, options.dtype)
+    status = 0
+    if options.check_logits is not None:
+        made = open_hugging_face(target, model=opened.config, omni=True)
+        status = _compare_logits(options.check_logits, opened, made, options.dtype)
+    if status == 0:
+        _push(target, options)
+    return status
+
+
+def _push(target: Path, options: ToHfOptions) -> None:
+    if options.push_to_hub is not None:
+        address = push(target, options.push_to_hub)
+        say(f"pushed       {address}", pushed=address)
 
 
 @bulk_work()
@@ -245,7 +266,7 @@ def _say_plan(opened: Checkpoint, target: Path, job: Job, options: ConvertOption
         target=options.url or str(target),
     )
     say(
-        f"weights      {tensors:,} tensors; elements {elements_text(elements)}",
+        f"weights      {count(tensors, 'tensor')}; elements {elements_text(elements)}",
         tensors=tensors,
         elements=elements,
     )
@@ -266,7 +287,7 @@ def _say_plan(opened: Checkpoint, target: Path, job: Job, options: ConvertOption
     free = "" if shown(target) != str(target) else f"; {size_text(free_bytes(target))} are free"
     files = len(job.files) + len(job.small)
     say(
-        f"target       {shown(target)}: {files:,} files, {size_text(job.length)}{free}",
+        f"target       {shown(target)}: {count(files, 'file')}, {size_text(job.length)}{free}",
         files=files,
         bytes=job.length,
         written=False,
@@ -310,7 +331,7 @@ def _run_job(
             words = f" --mtp-from {shown(opened.mtp_from)}"
         elif isinstance(options, FromHfOptions) and options.mtp.mtp_num_layers == 0:
             words = " --mtp-num-layers 0"
-        say(f"next         nemotron3 verify {shown(opened.folder)} {shown(target)}{words}")
+        say(f"next         nemotron3 convert verify {shown(opened.folder)} {shown(target)}{words}")
     return True
 
 

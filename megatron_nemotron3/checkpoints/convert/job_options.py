@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megatron_nemotron3.checkpoints.hub import push_option
 from megatron_nemotron3.common.options import flag, json_flag, option, repeated, workers_option
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import StoredModelOptions, stored_model
@@ -25,7 +26,7 @@ _LORA, _ENCODERS = "LoRA adapters", "models with encoders"
 
 @dataclass(frozen=True, kw_only=True)
 class StoredOptions:
-    """How a checkpoint is read: the same for both directions and `verify`."""
+    """How a checkpoint is read: the same for both directions and `convert verify`."""
 
     which: StoredModelOptions = StoredModelOptions()
     lora_alpha: float | None = option("alpha of a Megatron LoRA adapter (default: as stored)", "N")
@@ -112,6 +113,12 @@ class ToHfOptions(ConvertOptions, _OfMegatron):
     """Options of `convert_to_hf`."""
 
     adapter_only: bool = flag("write the LoRA adapter alone, as a folder of peft", group=_LORA)
+    base_model: str | None = option(
+        "with --adapter-only: the folder or id that peft loads the base from (default: --reference)",
+        "NAME",
+        group=_LORA,
+    )
+    push_to_hub: str | None = push_option()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,6 +39,8 @@ _COPIED = (
     "video_preprocessor_config.json",
 )
 _TOKENIZER_ENDINGS, _COPIED_ENDINGS = (".jinja", ".tiktoken"), (".py",)
+#: What the files begin with that a licence wants to be passed on.
+_COPIED_BEGINNINGS = ("LICENSE", "NOTICE")
 #: Files of which a tokenizer has one.
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 #: Longest file that is copied, in bytes; the tokenizer has 17 MB.
@@ -48,13 +50,20 @@ DATA, CORPUS = "data", "corpus"
 
 
 def copied_files(folder: Path) -> dict[str, bytes]:
-    """Return the tokenizer, generation and code files of a folder, by name."""
+    """Return the tokenizer, generation, code and licence files of a folder, by name."""
     result = {}
     for path in sorted(folder.iterdir()):
-        if _of_tokenizer(path.name) or path.name in _COPIED or path.name.endswith(_COPIED_ENDINGS):
+        licence = path.name.startswith(_COPIED_BEGINNINGS) and path.is_file()
+        of_model = path.name in _COPIED or path.name.endswith(_COPIED_ENDINGS)
+        if licence or of_model or _of_tokenizer(path.name):
             regular_file_size(path, folder)
             result[path.name] = read_file(path, _COPIED_LIMIT)
     return result
+
+
+def tokenizer_files(folder: Path) -> dict[str, bytes]:
+    """Return the files of a folder's tokenizer, by name."""
+    return {name: data for name, data in copied_files(folder).items() if _of_tokenizer(name)}
 
 
 def _of_tokenizer(name: str) -> bool:

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_nemotron3.checkpoints.folders import require_tokenizer
-from megatron_nemotron3.checkpoints.remote import local, place
-from megatron_nemotron3.common.options import add_command, argument, option
+from megatron_nemotron3.checkpoints.remote import local
+from megatron_nemotron3.common.options import add_command, option
 from megatron_nemotron3.inference.generate.command import (
-    CHECKPOINT,
     SamplingOptions,
     load_engine,
     new_tokens_option,
@@ -146,7 +145,6 @@ class Chat:
 class ChatOptions(SamplingOptions):
     """Options of `nemotron3 chat`."""
 
-    checkpoint: Path = argument(CHECKPOINT, "RUN", parse=place)
     system: str | None = option("a system message, for the chat template", "TEXT")
     max_new_tokens: int = new_tokens_option(256, "answer")
     temperature: float = temperature_option(0.7)

@@ -14,8 +14,8 @@ from megatron_nemotron3.checkpoints.folders import require_tokenizer
 from megatron_nemotron3.checkpoints.remote import local, place, shown
 from megatron_nemotron3.common.files import read_outside
 from megatron_nemotron3.common.options import (
-    NEEDED,
     add_command,
+    argument,
     device_option,
     flag,
     json_flag,
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 _PROMPT_LIMIT = 64 << 20
 #: Most drafts per verification, because every depth has a KV cache of its own.
 MAX_DRAFT = 32
-#: What --checkpoint names.
+#: What CHECKPOINT names.
 CHECKPOINT = "a run, Megatron's or Hugging Face's folder, a URL, or the id of a repository"
 _MODEL, _NEW = "model", "new tokens"
 
@@ -57,7 +57,7 @@ _MODEL, _NEW = "model", "new tokens"
 class CheckpointOptions:
     """A checkpoint, and how its model is loaded."""
 
-    checkpoint: Path = option(CHECKPOINT, "DIR", default=NEEDED, parse=place, group=_MODEL)
+    checkpoint: Path = argument(CHECKPOINT, "CHECKPOINT", parse=place)
     tokenizer: Path | None = tokenizer_option("the checkpoint's or the run's", group=_MODEL)
     device: str = device_option(group=_MODEL)
     dtype: str | None = option(

@@ -20,6 +20,7 @@ from megatron_nemotron3.inference.generate.command import (
     speculation_as_json,
 )
 from megatron_nemotron3.models.command import stored_model
+from megatron_nemotron3.train.inputs import format_option, reading, require_no_reading, variables_option
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,6 +38,8 @@ DRAFT = 7
 SPREAD = 16
 #: Number of prompts for acceptance, tokens per prompt, and new tokens per prompt.
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 64, 128
+#: Hidden size at which drafts were measured to save time; narrower ones cost more (docs/measurements.md).
+_PAYS = 1024
 _MEASURED = "what is measured"
 
 
@@ -52,6 +55,8 @@ class EvaluateOptions(CheckpointOptions):
         one_of="text",
         group=_MEASURED,
     )
+    format: str | None = format_option(group=_MEASURED)
+    chat_template_kwargs: str | None = variables_option(group=_MEASURED)
     tokens: int = option(
         f"of the loss, at most (default {TOKENS})", "N", default=TOKENS, least=1, group=_MEASURED
     )
@@ -77,6 +82,10 @@ def evaluate_command(options: EvaluateOptions) -> int:
         require_tokenizer(options.tokenizer)
     if options.conversations is not None and options.tokenizer is None:
         raise ValueError("--conversations needs --tokenizer DIR (a tokenizer with a chat template)")
+    if options.conversations is None:
+        require_no_reading(options)
+    else:
+        reading(options)
     if options.conversations is not None and options.draft is not None:
         raise ValueError("--draft measures texts, not --conversations: drop it")
     with local(options.checkpoint) as folder:
@@ -125,7 +134,7 @@ def _evaluate(found: CheckpointFolder, opened: Checkpoint, options: EvaluateOpti
     say(mtp, mtp_source=opened.mtp_source, mtp_num_layers=stated)
     _say_losses(measured, stated)
     _say_agreement(measured)
-    _say_acceptance(accepted, prompts)
+    _say_acceptance(accepted, prompts, timed=config.hidden_size >= _PAYS)
 
 
 def tokens_read(tokens: int) -> int:
@@ -159,8 +168,10 @@ def _evaluate_conversations(found: CheckpointFolder, opened: Checkpoint, options
     from megatron_nemotron3.train.data.conversations import Encoder, read_conversations
 
     assert options.tokenizer is not None and options.conversations is not None
-    engine, encoder = load_engine(opened, options.device, options.dtype), Encoder(options.tokenizer)
-    encoded = [encoder.encode(one) for one in read_conversations(options.conversations)]
+    how = reading(options)
+    encoder = Encoder(options.tokenizer, variables=how.variables)
+    encoded = [encoder.encode(one) for one in read_conversations(options.conversations, how.form)]
+    engine = load_engine(opened, options.device, options.dtype)
     with Bar("loss", "tokens", sum(len(one.ids) for one in encoded), lines=False) as bar:
         measured = conversation_losses(engine, encoded, bar.add)
     title = f"{shown(found.checkpoint)}: {opened.config.name}"
@@ -259,15 +270,18 @@ def _say_agreement(measured: MeanLosses) -> None:
     say(f"KL(model || MTP) in nats; overlap is 1 - total variation{note}\n")
 
 
-def _say_acceptance(accepted: list[Generation], prompts: str) -> None:
+def _say_acceptance(accepted: list[Generation], prompts: str, *, timed: bool) -> None:
     say(acceptance=[])
     if not accepted:
         return
     say(f"greedy continuation of {prompts}")
-    say("  drafts   acceptance length   tokens/s   accepted at each position")
+    say(f"  drafts   acceptance length   {'tokens/s   ' if timed else ''}accepted at each position")
     for one in accepted:
         s, rate = one.speculation, one.tokens_per_second
         shares = " ".join("   -" if share is None else f"{share:.2f}" for share in s.by_position)
-        line = f"  {s.draft:>6}   {s.acceptance_length:>17.2f}   {rate:>8,.1f}   {shares}".rstrip()
+        speed = f"{rate:>8,.1f}   " if timed else ""
+        line = f"  {s.draft:>6}   {s.acceptance_length:>17.2f}   {speed}{shares}".rstrip()
         say(line, acceptance=[{**speculation_as_json(s), "tokens_per_second": rate}])
     say("acceptance length: tokens per verification, including the model's own token")
+    if not timed:
+        say(f"no tokens/s: drafts save time from hidden size {_PAYS:,} on")

@@ -100,24 +100,18 @@ class Template:
     def __init__(self, folder: Path) -> None:
         from transformers import AutoTokenizer
 
-        self._tokenizer = AutoTokenizer.from_pretrained(str(folder))
+        from megatron_nemotron3.train.data.chat_template import ChatTemplate
 
-    @property
-    def usable(self) -> bool:
-        return isinstance(self._tokenizer.chat_template, str)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder))
+        self.usable = isinstance(tokenizer.chat_template, str)
+        self._template = ChatTemplate(tokenizer.chat_template or "", tokenizer.special_tokens_map)
 
     def render(self, messages: list[dict[str, str]]) -> str:
-        return self._apply(messages, add_generation_prompt=True)
+        return self._template.prompt(messages)
 
     def end(self) -> str:
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
-        return self._apply(messages).rpartition(_MARK)[2]
-
-    def _apply(self, messages: list[dict[str, str]], **options: Any) -> str:
-        try:
-            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **options))
-        except Exception as problem:  # a template may raise any exception
-            raise ValueError(f"the chat template: {problem}") from None
+        return self._template.render(messages).text.rpartition(_MARK)[2]
 
 
 class PromptReader:

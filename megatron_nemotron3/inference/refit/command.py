@@ -1,4 +1,4 @@
-"""`nemotron3 refit`: plan the transfer of the weights from a trainer to an engine. Needs no GPU, no torch."""
+"""`nemotron3 plan refit`: which weights a trainer sends to an engine. Needs no GPU, no torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _transfer = partial(option, group=_TRANSFER)
 
 @dataclass(frozen=True, kw_only=True)
 class RefitOptions:
-    """Options of `nemotron3 refit`."""
+    """Options of `nemotron3 plan refit`."""
 
     which: ModelOptions
     source: str = option(
@@ -54,8 +54,8 @@ class RefitOptions:
 
 
 def register(commands: Any) -> None:
-    """Add `nemotron3 refit`."""
-    add_command(commands.add_parser("refit"), RefitOptions, refit)
+    """Add `nemotron3 plan refit`."""
+    add_command(commands.add_parser("plan refit"), RefitOptions, refit)
 
 
 def refit(options: RefitOptions) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from megatron_nemotron3.common.output import count
 from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.launch.plan.flops import step_flops
 from megatron_nemotron3.launch.plan.hardware import GIB, RESERVE
@@ -118,8 +119,8 @@ def render(result: PlanResult, remedies: list[str] | None = None) -> str:
         f"{request.config.name} on {request.gpus:,} {gpu.name} ({gpu.memory / GIB:.0f} GiB, NVLink domain "
         f"{gpu.nvlink_domain}, {usable_domain(gpu)} used), {launch.precision}, sequences of "
         f"{launch.seq_length:,}, global batch {request.global_batch_size:,}, {_options_text(request)}",
-        f"{result.legal:,} layouts are legal, {result.fitting:,} fit {request.limit / GIB:.0f} GiB "
-        f"({RESERVE / GIB:.0f} GiB kept for CUDA, NCCL and fragments)",
+        f"{count(result.legal, 'legal layout')}, of which {result.fitting:,} in "
+        f"{request.limit / GIB:.0f} GiB ({RESERVE / GIB:.0f} GiB kept for CUDA, NCCL and fragments)",
     ]
     if not result.best:
         return "\n".join(lines + _nothing_fits(result, remedies or []))

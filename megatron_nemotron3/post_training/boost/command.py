@@ -1,4 +1,4 @@
-"""`nemotron3 boost`: measure drafts, train the MTP heads, measure again. Training is `nemotron3 train`."""
+"""`nemotron3 train boost`: measure drafts, train the MTP heads, measure again."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _head = partial(option, group="the heads")
 
 @dataclass(frozen=True, kw_only=True)
 class BoostOptions:
-    """Options of `nemotron3 boost`, but for those of a launch."""
+    """Options of `nemotron3 train boost`, but for those of a launch."""
 
     checkpoint: Path = argument("a run, Megatron's or Hugging Face's folder", "CHECKPOINT")
     output: Path = option("where to write (a folder)", "DIR", default=NEEDED)
@@ -75,8 +75,8 @@ class BoostOptions:
 
 
 def register(commands: Any) -> None:
-    """Add `nemotron3 boost`."""
-    command = commands.add_parser("boost")
+    """Add `nemotron3 train boost`."""
+    command = commands.add_parser("train boost")
     command.set_defaults(run=boost_command)
     add_options(command, BoostOptions)
     add_launch(command, precision=None)

@@ -1,4 +1,4 @@
-"""`nemotron3 search`: the smaller forms of a model that meet a budget."""
+"""`nemotron3 prune search`: the smaller forms of a model that meet a budget."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SERVED = "how the model is used (memory and latency)"
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions:
-    """Options of `nemotron3 search`."""
+    """Options of `nemotron3 prune search`."""
 
     which: ModelOptions
     budget: list[str] = option(
@@ -64,8 +64,8 @@ class SearchOptions:
 
 
 def register(commands: Any) -> None:
-    """Add `nemotron3 search`."""
-    add_command(commands.add_parser("search"), SearchOptions, search_command)
+    """Add `nemotron3 prune search`."""
+    add_command(commands.add_parser("prune search"), SearchOptions, search_command)
 
 
 def search_command(options: SearchOptions) -> int:

@@ -1,4 +1,4 @@
-"""`nemotron3 logits`: store a teacher's most probable tokens."""
+"""`nemotron3 distill logits`: store a teacher's most probable tokens."""
 
 from __future__ import annotations
 
@@ -16,15 +16,19 @@ from megatron_nemotron3.common.files import temporary_prefix
 from megatron_nemotron3.common.options import NEEDED, add_command, argument, device_option, option
 from megatron_nemotron3.common.output import Bar
 from megatron_nemotron3.common.parser import resolve_device
-from megatron_nemotron3.common.switches import LOGITS_FOLDER, LOGITS_TEACHER, TRUST_CHECKPOINT
+from megatron_nemotron3.common.switches import CONVERSATIONS, LOGITS_FOLDER, LOGITS_TEACHER, TRUST_CHECKPOINT
 from megatron_nemotron3.launch import Launch, TrainingData, TrainingSchedule, data_check, flags, to_argv
 from megatron_nemotron3.launch.command import LAYOUT, chosen_layout
 from megatron_nemotron3.launch.data_sets import blend_of
 from megatron_nemotron3.train.inputs import (
     CONVERSATION_OPTIONS,
+    format_option,
     given_data,
+    reading,
     require_conversation_files,
+    require_no_reading,
     require_tokenizer,
+    variables_option,
 )
 from megatron_nemotron3.train.teacher.check import TeacherCheckpoint, find
 from megatron_nemotron3.train.teacher.settings import (
@@ -55,7 +59,7 @@ def _size(name: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class LogitsOptions:
-    """Options of `nemotron3 logits`."""
+    """Options of `nemotron3 distill logits`."""
 
     teacher: str = argument("a run, Megatron's or Hugging Face's folder", "FOLDER")
     output: Path = option("where to write, or go on", "DIR", default=NEEDED)
@@ -66,6 +70,8 @@ class LogitsOptions:
     data_path: list[str] | None = _DATA("Megatron data sets (default: the run's)", "PREFIX", nargs="+")
     split: str | None = _DATA("of the data sets (default: as in nemotron3 train)", "99,1,0")
     conversations: list[str] | None = _DATA(".jsonl conversations, packed", "FILE", nargs="+")
+    format: str | None = format_option(group="data, as in the training that reads it")
+    chat_template_kwargs: str | None = variables_option(group="data, as in the training that reads it")
     tokenizer: str | None = _DATA("folder of a Hugging Face tokenizer (default: the run's)", "DIR")
     seq_length: int | None = _DATA("tokens per sequence (default: the model's)", "N")
     data_seed: int = _DATA("of the order of documents (1234)", "N", default=1234)
@@ -84,8 +90,8 @@ class LogitsOptions:
 
 
 def register(commands: Any) -> None:
-    """Add `nemotron3 logits`."""
-    add_command(commands.add_parser("logits"), LogitsOptions, logits_command)
+    """Add `nemotron3 distill logits`."""
+    add_command(commands.add_parser("distill logits"), LogitsOptions, logits_command)
 
 
 def logits_command(options: LogitsOptions) -> int:
@@ -176,6 +182,10 @@ def _manifest(
     }
     if options.conversations:
         source["cp"] = options.cp or 1  # what conversations are padded for
+        if how := reading(options).text():
+            source["reading"] = how
+    else:
+        require_no_reading(options)
     most = teacher.vocabulary.entries or teacher.config.vocab_size
     if options.topk > most:
         raise ValueError(f"--topk {options.topk}: the vocabulary has {most} tokens")
@@ -229,6 +239,7 @@ def _run(options: LogitsOptions, launch: Launch, argv: list[str], manifest: Logi
         LOGITS_FOLDER: str(options.output.resolve()),
         LOGITS_TEACHER: manifest.teacher,
         TRUST_CHECKPOINT: "1",
+        CONVERSATIONS: reading(options).text(),
     }
     log = options.output / "logits.log"
     with Bar("logits", "parts") as bar:

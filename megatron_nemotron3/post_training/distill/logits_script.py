@@ -1,4 +1,4 @@
-"""Store a teacher's most probable tokens for every row of a training set; `nemotron3 logits` starts it.
+"""Store a teacher's most probable tokens for every row of a training set, for `nemotron3 distill logits`.
 
 The command line is that of a training on the same data with the teacher's own model. A data lane computes one
 part at a time, through Megatron's schedule, in any layout; its first rank of the last stage writes it. A run

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_nemotron3.checkpoints.convert.job_options import MTPOptions
+from megatron_nemotron3.checkpoints.hub import push, push_option, require_hub
+from megatron_nemotron3.checkpoints.remote import local, place
 from megatron_nemotron3.common import lock
+from megatron_nemotron3.common.config_file import FILE, config_text
+from megatron_nemotron3.common.files import write_text
 from megatron_nemotron3.common.options import (
     NEEDED,
+    TrackingOptions,
     add_command,
     argument,
+    config_option,
     device_option,
     flag,
     option,
@@ -23,28 +30,43 @@ from megatron_nemotron3.common.options import (
 from megatron_nemotron3.common.parser import resolve_device
 from megatron_nemotron3.common.switches import LORA, environment
 from megatron_nemotron3.cpu import quiet_on_cpu
+from megatron_nemotron3.launch.command import LAYOUT, chosen_layout
 from megatron_nemotron3.models.lora import LoRASettings
 from megatron_nemotron3.post_training.steps import require_positive, require_schedule, step
+from megatron_nemotron3.train.command import require_own_options
+from megatron_nemotron3.train.inputs import format_option, reading, require_tracking, variables_option
 
 if TYPE_CHECKING:
     from megatron_nemotron3.post_training.finetune.inputs import FineTuneInputs
+    from megatron_nemotron3.post_training.measure import HeldOutResult
+    from megatron_nemotron3.train.data.conversations import Encoded
 
 #: Schedule of the tiny models, which learn in minutes on a CPU.
 STEPS, LR, SEQ_LENGTH = 60, 1e-3, 512
+
+
+def _size(name: str) -> Any:
+    return option(f"{LAYOUT[name]} (1)", "N", group="layout")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneOptions:
     """Options of `nemotron3 finetune`."""
 
-    source: Path = argument("a Hugging Face folder with weights", "HF_DIR")
+    source: Path | str = argument(
+        "a Hugging Face folder with weights, a URL, or the id of a repository", "HF_DIR", parse=place
+    )
     conversations: Path = option(".jsonl conversations (to train on)", "FILE", default=NEEDED)
     held_out: Path | None = option(".jsonl: what to measure on (default: one line in 8)", "FILE")
     output: Path = option("where to write (a folder)", "DIR", default=NEEDED)
+    config: str | None = config_option()
     tokenizer: Path | None = tokenizer_option("HF_DIR")
     chat_template: Path | None = option("Jinja; takes the place of the tokenizer's", "FILE")
+    format: str | None = format_option()
+    chat_template_kwargs: str | None = variables_option()
     lora: str | None = option("train adapters: dim=N, alpha=N, targets=A+B", "WORDS", nargs="?", const="")
     adapter_only: bool = flag("write the LoRA adapter alone, as a folder of peft")
+    push_to_hub: str | None = push_option()
     mtp: MTPOptions
     steps: int | None = option(
         f"training iterations (default {STEPS} for a tiny model)", "N", group="training"
@@ -53,14 +75,34 @@ class FinetuneOptions:
     seq_length: int = option(
         f"tokens per sequence (default {SEQ_LENGTH})", "N", default=SEQ_LENGTH, group="training"
     )
+    split: str | None = option(
+        "Megatron's --split of the packed rows (default 90,10,0; all for training if they are few)",
+        "A,B,C",
+        group="training",
+    )
     device: str = device_option(group="training")
+    tracking: TrackingOptions = TrackingOptions()
+    tp: int | None = _size("tp")
+    pp: int | None = _size("pp")
+    vpp: int | None = _size("vpp")
+    ep: int | None = _size("ep")
+    etp: int | None = _size("etp")
+    cp: int | None = _size("cp")
+    dp: int | None = _size("dp")
+    #: Megatron's own options, after a lone --.
+    extra: Sequence[str] = ()
+    #: For `config_text`.
+    given: Mapping[str, str] = field(default_factory=dict)
     #: The entry point of the commands that this one consists of.
     main: Callable[[list[str]], int]
 
 
 def register(commands: Any) -> None:
     """Add `nemotron3 finetune`."""
-    add_command(commands.add_parser("finetune"), FinetuneOptions, finetune_command)
+    command = commands.add_parser("finetune")
+    add_command(command, FinetuneOptions, finetune_command)
+    command.epilog = "More Megatron options may follow a lone --, for the training."
+    command.set_defaults(extra=())
 
 
 def finetune_command(options: FinetuneOptions) -> int:
@@ -71,17 +113,31 @@ def finetune_command(options: FinetuneOptions) -> int:
         raise ValueError(f"--lora {options.lora}: leave base= out, the base is HF_DIR")
     if options.adapter_only and lora is None:
         raise ValueError("--adapter-only goes with --lora")
+    require_positive(options, "steps", "lr", "seq_length")
+    chosen_layout(options)
+    require_own_options(options.extra)
+    require_tracking(options.tracking, options.extra)
+    if options.push_to_hub is not None:
+        require_hub(options.push_to_hub)
+    with ExitStack() as stack:
+        source = stack.enter_context(local(options.source))
+        if status := _prepared(options, lora, source):
+            return status
+    print(f"took             {time.monotonic() - started:.0f} s")
+    return 0
+
+
+def _prepared(options: FinetuneOptions, lora: LoRASettings | None, source: Path) -> int:
+    """Check the inputs in a local folder, write them, and run the steps."""
     from megatron_nemotron3.post_training.finetune import inputs as given
 
-    require_positive(options, "steps", "lr", "seq_length")
-    source = options.source
-    tokenizer = source if options.tokenizer is None else options.tokenizer
     checked = given.check(
         source,
         options.conversations,
         options.held_out,
-        tokenizer,
+        source if options.tokenizer is None else options.tokenizer,
         options.chat_template,
+        reading=reading(options).text(),
         lora=lora.text() if lora is not None else "",
         adapter_only=options.adapter_only,
         mtp_from=str(options.mtp.mtp_from.resolve()) if options.mtp.mtp_from else "",
@@ -95,46 +151,86 @@ def finetune_command(options: FinetuneOptions) -> int:
     if device == "cpu":
         quiet_on_cpu()
     held_out = given.prepare(checked, options.output)
+    if not held_out:
+        print(f"too few conversations ({len(checked.train)}) to hold some out: nothing is measured")
     with lock.held(options.output):
-        if status := _finetune(options, lora, checked, held_out, device):
-            return status
-    print(f"took             {time.monotonic() - started:.0f} s")
-    return 0
+        text = config_text(options.output, options.given, options.extra, "finetune")
+        write_text(options.output / FILE, text)
+        return _finetune(options, lora, checked, held_out, device)
 
 
 def _finetune(
     options: FinetuneOptions, lora: LoRASettings | None, checked: FineTuneInputs, held_out: Any, device: str
 ) -> int:
-    from megatron_nemotron3.inference.generate.text import Tokenizer
-    from megatron_nemotron3.post_training.measure import first_prompt, measure_held_out
+    from megatron_nemotron3.post_training.measure import measure_held_out
 
-    source, out = options.source, options.output
+    out = options.output
     base, run, tuned, chat = out / "base", out / "run", out / "hf", out / "tokenizer"
     how = checked.record
     words = ["--mtp-from", how["mtp_from"]] if how["mtp_from"] else []
     if how["mtp_num_layers"] is not None:
         words += ["--mtp-num-layers", how["mtp_num_layers"]]
-    if not base.exists() and (status := step(options.main, "convert", "from-hf", source, base, *words)):
+    if not base.exists() and (
+        status := step(options.main, "convert", "from-hf", options.source, base, *words)
+    ):
         return status
-    before = measure_held_out(base, checked.config, held_out, chat, device, out / "before.json")
-    print(f"held-out loss before: {before.per_token:.4f} nats per token", flush=True)
-    arguments: list[object] = ["--model", out / "model.json", "--conversations", out / "train.jsonl"]
-    arguments += ["--tokenizer", chat, "--output", run, "--device", options.device]
-    arguments += ["--steps", how["steps"], "--seq-length", how["seq_length"]]
-    arguments += ["--lr", how["lr"], *(() if lora is not None else ("--pretrained", base))]
+    before = after = None
+    if held_out:
+        before = measure_held_out(base, checked.config, held_out, chat, device, out / "before.json")
+        print(f"held-out loss before: {before.per_token:.4f} nats per token", flush=True)
     adapters = "" if lora is None else f"base={base},{lora.text()}"
     with environment(LORA, adapters):
         if status := step(
-            options.main, "train", *arguments, prefix=f"{LORA}={shlex.quote(adapters)} " * bool(adapters)
+            options.main,
+            *("train", *_training_words(options, how, full=lora is None)),
+            prefix=f"{LORA}={shlex.quote(adapters)} " * bool(adapters),
         ):
             return status
-    after = measure_held_out(run, checked.config, held_out, chat, device, out / "after.json")
+    if held_out:
+        after = measure_held_out(run, checked.config, held_out, chat, device, out / "after.json")
     if not tuned.exists():
-        adapter = [] if lora is None else ["--adapter-only" if options.adapter_only else "--merge-adapter"]
-        files = [] if options.adapter_only else ["--reference", chat]
+        adapter = [] if lora is None else ["--merge-adapter"]
+        if options.adapter_only:
+            adapter = ["--adapter-only", "--base-model", str(options.source)]
         size = ["--vocab-size", checked.config.vocab_size]
-        if status := step(options.main, "convert", "to-hf", run, tuned, *size, *files, *adapter):
+        if status := step(options.main, "convert", "to-hf", run, tuned, *size, "--reference", chat, *adapter):
             return status
+    if before is not None and after is not None:
+        _report(before, after, held_out, chat)
+    print(f"Hugging Face     {tuned}")
+    if options.push_to_hub is not None:
+        print(f"pushed           {push(tuned, options.push_to_hub)}")
+    for line in next_commands(options):
+        print(f"next             {line}")
+    return 0
+
+
+def _training_words(options: FinetuneOptions, how: Mapping[str, object], *, full: bool) -> list[object]:
+    """The arguments of `nemotron3 train`; `full`: all weights are trained, from the base."""
+    out, tracking = options.output, options.tracking
+    words: list[object] = ["--model", out / "model.json", "--conversations", out / "train.jsonl"]
+    words += reading(options).options()
+    words += ["--tokenizer", out / "tokenizer", "--output", out / "run", "--device", options.device]
+    words += ["--steps", how["steps"], "--seq-length", how["seq_length"], "--lr", how["lr"]]
+    words += ["--pretrained", out / "base"] if full else []
+    for name in LAYOUT:
+        if (size := getattr(options, name)) is not None:
+            words += [f"--{name}", size]
+    extra = list(options.extra)
+    if tracking.wandb is not None:
+        words += ["--wandb", tracking.wandb]
+        extra = ["--wandb-exp-name", out.resolve().name, *extra]
+    if tracking.tensorboard is not None:
+        words += ["--tensorboard", tracking.tensorboard or out / "run/tensorboard"]
+    if options.split is not None:
+        extra = ["--split", options.split, *extra]
+    return [*words, "--", *extra] if extra else words
+
+
+def _report(before: HeldOutResult, after: HeldOutResult, held_out: Sequence[Encoded], chat: Path) -> None:
+    from megatron_nemotron3.inference.generate.text import Tokenizer
+    from megatron_nemotron3.post_training.measure import first_prompt
+
     print(
         f"\nheld-out loss    {before.per_token:.4f} -> {after.per_token:.4f} nats per token of the assistant"
     )
@@ -142,5 +238,17 @@ def _finetune(
     print(f"prompt           {Tokenizer(chat).decode(first_prompt(held_out))!r}")
     print(f"answer before    {before.answer!r}")
     print(f"answer after     {after.answer!r}")
-    print(f"Hugging Face     {tuned}")
-    return 0
+
+
+def next_commands(options: FinetuneOptions) -> list[str]:
+    """Commands for the result: talk to it, measure it, serve it."""
+    out = options.output
+    run, tuned, held_out = out / "run", out / "hf", out / "held_out.jsonl"
+    model = run if options.adapter_only else tuned
+    evaluate = ["nemotron3", "evaluate", model, "--conversations", held_out, *reading(options).options()]
+    serve: list[object] = ["vllm", "serve", tuned]
+    if options.adapter_only:
+        serve = ["vllm", "serve", options.source, "--enable-lora", "--lora-modules", f"tuned={tuned}"]
+    lines: list[list[object]] = [["nemotron3", "chat", model]]
+    lines += [[*evaluate, "--tokenizer", out / "tokenizer"]] if held_out.stat().st_size else []
+    return [shlex.join(map(str, line)) for line in [*lines, serve]]

@@ -12,13 +12,15 @@ from typing import Any
 from megatron_nemotron3.checkpoints.convert.checkpoints import open_hugging_face
 from megatron_nemotron3.checkpoints.convert.from_hf import pad_vocab_size
 from megatron_nemotron3.checkpoints.folders import locate, require_tokenizer
+from megatron_nemotron3.checkpoints.remote import shown
 from megatron_nemotron3.common import record
 from megatron_nemotron3.common.files import json_outside, read_outside, write_json
 from megatron_nemotron3.common.output import Bar
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.show import describe
 from megatron_nemotron3.post_training.steps import with_own_name
-from megatron_nemotron3.train.data.conversations import Encoded, Encoder, parse_line
+from megatron_nemotron3.train.data.conversations import Encoded, Encoder, Reading, parse_line
+from megatron_nemotron3.train.data.forms import read_rows
 
 #: Written first: what the folder is the work of.
 RECORD = "finetune.json"
@@ -53,8 +55,8 @@ def check(
 ) -> FineTuneInputs:
     """Read all inputs, and write nothing; `how`: options that the record has, too.
 
-    Without `held_out` one line in `HELD_OUT` is held out, by its checksum; `template` takes the place of the
-    tokenizer's chat template.
+    Without `held_out` one line in `HELD_OUT` is held out, by its checksum, or none where that would leave no
+    line on one side; `template` takes the place of the tokenizer's chat template.
     """
     if locate(source).kind != "hugging face":
         raise ValueError(
@@ -63,22 +65,20 @@ def check(
     heads = Path(how["mtp_from"]) if how["mtp_from"] else None
     opened = open_hugging_face(source, mtp_num_layers=how["mtp_num_layers"], mtp_from=heads)
     require_tokenizer(tokenizer)
-    lines = _lines(conversations)
+    form = Reading.parse(how["reading"]).form
+    lines = _lines(conversations, form)
     if held_out is not None:
-        train, measured = lines, _lines(held_out)
+        train, measured = lines, _lines(held_out, form)
     else:
         measured = {at: line for at, line in lines.items() if zlib.crc32(line.strip()) % HELD_OUT == 0}
         train = {at: line for at, line in lines.items() if at not in measured}
         if not train or not measured:
-            raise ValueError(
-                f"{conversations}: {len(lines)} lines are too few to hold one in {HELD_OUT} out: give more, "
-                "or --held-out FILE"
-            )
+            train, measured = lines, {}
     text = None if template is None else read_outside(template, limit=_LIMIT).decode("utf-8")
     names = ("tokenizer", "vocab", "merges", "special", "chat")
     files = [file for file in _tokenizer_files(tokenizer) if file.name.startswith(names)]
     started = {
-        "model": str(source.resolve()),
+        "model": shown(source.resolve()),
         "conversations": _digest(b"".join(train.values())),
         "held_out": _digest(b"".join(measured.values())),
         "tokenizer": _digest(*(file.read_bytes() for file in files)),
@@ -120,7 +120,8 @@ def _write(inputs: FineTuneInputs, folder: Path) -> None:
 
 def _encoded(inputs: FineTuneInputs, folder: Path) -> list[Encoded]:
     """Encode all conversations, so that a wrong one ends here; return those that are held out."""
-    encoder = Encoder(folder / "tokenizer", called=inputs.tokenizer)
+    reading = Reading.parse(str(inputs.record["reading"]))
+    encoder = Encoder(folder / "tokenizer", inputs.tokenizer, reading.variables)
     tokens, rows = len(encoder.tokenizer), inputs.config.vocab_size
     if (padded := pad_vocab_size(tokens, _MULTIPLE)) < rows:
         raise ValueError(
@@ -133,7 +134,7 @@ def _encoded(inputs: FineTuneInputs, folder: Path) -> list[Encoded]:
         for lines in (inputs.train, inputs.held_out):
             result = []
             for place, line in lines.items():
-                for one in parse_line(line, place):
+                for one in parse_line(line, place, form=reading.form):
                     encoded = encoder.encode(one)
                     if max(encoded.ids, default=0) >= rows:
                         raise ValueError(
@@ -142,7 +143,7 @@ def _encoded(inputs: FineTuneInputs, folder: Path) -> list[Encoded]:
                         )
                     result.append(encoded)
                 bar.add(1)
-    if not any(any(one.trained) for one in result):
+    if result and not any(any(one.trained) for one in result):
         raise ValueError("no held-out conversation has a message of the assistant: give --held-out FILE")
     return result
 
@@ -159,18 +160,20 @@ def _tokenizer_files(folder: Path) -> list[Path]:
     ]
 
 
-def _lines(path: Path) -> dict[str, bytes]:
-    """Place -> line of a file that is not empty, with its end; the form is checked."""
-    lines = {
-        f"{path}:{number}": line.rstrip(b"\r") + b"\n"
-        for number, line in enumerate(read_outside(path, limit=_LIMIT).split(b"\n"), 1)
-        if line.strip()
-    }
+def _lines(path: Path, form: str) -> dict[str, bytes]:
+    """Place -> row of a file as a line, with its end; the form is checked."""
+    lines: dict[str, bytes] = {}
+    length = 0
+    for place, _, line in read_rows(path):
+        for _ in parse_line(line, place, form=form):
+            pass
+        lines[f"{place} ({len(lines) + 1})" if place in lines else place] = line.rstrip(b"\r\n") + b"\n"
+        if (length := length + len(line)) > _LIMIT:
+            raise ValueError(
+                f"{path}: it has more than {_LIMIT:,} bytes: use nemotron3 train --conversations"
+            )
     if not lines:
         raise ValueError(f"{path}: it has no conversations")
-    for place, line in lines.items():
-        for _ in parse_line(line, place):
-            pass
     return lines
 
 

@@ -1,4 +1,4 @@
-"""`nemotron3 xtoken`: write and inspect the projection between the vocabularies of two tokenizers."""
+"""`nemotron3 distill projection`: write and inspect the projection between two tokenizers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _made = "the projection"
 
 @dataclass(frozen=True, kw_only=True)
 class XTokenOptions:
-    """Options of `nemotron3 xtoken`."""
+    """Options of `nemotron3 distill projection`."""
 
     student: Path = argument(
         "a folder with tokenizer.json, or a checkpoint or run that has one", "STUDENT_TOKENIZER"
@@ -36,8 +36,8 @@ class XTokenOptions:
 
 
 def register(commands: Any) -> None:
-    """Add `nemotron3 xtoken`."""
-    add_command(commands.add_parser("xtoken"), XTokenOptions, xtoken)
+    """Add `nemotron3 distill projection`."""
+    add_command(commands.add_parser("distill projection"), XTokenOptions, xtoken)
 
 
 def xtoken(options: XTokenOptions) -> int:

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.checkpoints.remote import local, place
-from megatron_nemotron3.common.options import NEEDED, add_command, json_flag, option
+from megatron_nemotron3.common.options import NEEDED, add_command, argument, json_flag, option
 from megatron_nemotron3.common.output import result, say
 from megatron_nemotron3.models.command import StoredModelOptions, stored_model
-
-_place = partial(option, metavar="DIR", parse=place)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BisectOptions:
     """Options of `nemotron3 bisect`."""
 
-    checkpoint: Path | str = _place(
-        "a run, a Megatron checkpoint or a Hugging Face folder: what both systems ran", default=NEEDED
+    checkpoint: Path | str = argument(
+        "a run, a Megatron checkpoint or a Hugging Face folder: what both systems ran",
+        "CHECKPOINT",
+        parse=place,
     )
-    previous: Path | str | None = _place("an older checkpoint, to find weights that were not updated")
+    previous: Path | str | None = option(
+        "an older checkpoint, to find weights that were not updated", "DIR", parse=place
+    )
     trainer: Path = option("recording of the trainer", "FILE", default=NEEDED)
     engine: Path = option("recording of the inference engine", "FILE", default=NEEDED)
     first: int | None = option("recompute the first N sequences (default: all)", "N", least=1)

@@ -1,25 +1,73 @@
-"""Conversations from .jsonl files: their tokens, and which of them the assistant wrote.
+"""Conversations of files: their tokens, and which of them the assistant wrote.
 
-A line is an object with a list `messages` of objects with `role` and `content`, and perhaps `tools`. As in
-Megatron's SFT data, a line may hold several conversations if each begins with a system message.
+A row has one of the forms of `forms.FORMS`. As in Megatron's SFT data, it may hold several conversations if
+each begins with a system message.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
-from megatron_nemotron3.common.files import open_outside
+from megatron_nemotron3.common.switches import CONVERSATIONS, EnvironmentSetting
+from megatron_nemotron3.train.data.chat_template import RESERVED, ChatTemplate, Rendered, Span
+from megatron_nemotron3.train.data.forms import FORMS, Findings, Message, messages_of, read_rows, text_of
 
-Message = dict[str, Any]
 
-#: What a chat template has around the assistant's part for `return_assistant_tokens_mask`.
-_GENERATION = re.compile(r"\{%-?\s*generation\b")
+@dataclass(frozen=True)
+class Reading:
+    """How rows become conversations: --format and --chat-template-kwargs."""
+
+    #: Of `FORMS`; "": found for each row.
+    form: str = ""
+    #: Variables of the chat template, a JSON object; "": none.
+    variables: str = ""
+
+    @classmethod
+    def of(cls, form: str | None, variables: str | None) -> Reading:
+        """Check the values of the options."""
+        if form and form not in FORMS:
+            raise ValueError(f"--format {form}: give {', '.join(FORMS)}")
+        if not variables:
+            return cls(form or "")
+        given = f"--chat-template-kwargs {variables}"
+        try:
+            found = json.loads(variables)
+        except (ValueError, RecursionError) as problem:
+            raise ValueError(f"{given}: not JSON: {problem}") from None
+        if not isinstance(found, dict):
+            raise ValueError(f'{given}: give an object, as in {{"enable_thinking": false}}')
+        if taken := [name for name in RESERVED if name in found]:
+            raise ValueError(f"{given}: {taken[0]} is of the conversation: leave it out")
+        return cls(form or "", json.dumps(found, sort_keys=True) if found else "")
+
+    @classmethod
+    def parse(cls, text: str) -> Reading:
+        """Read what `text` wrote."""
+        try:
+            form, variables = json.loads(text or '["", ""]')
+        except (TypeError, ValueError, RecursionError):
+            raise ValueError(f"{CONVERSATIONS}={text}: give a JSON list of two texts") from None
+        return cls.of(form, variables)
+
+    def text(self) -> str:
+        """For `NEMOTRON3_CONVERSATIONS`; "" by default."""
+        return json.dumps([self.form, self.variables]) if self != Reading() else ""
+
+    def options(self) -> list[str]:
+        """The words of a command line."""
+        words = ["--format", self.form] if self.form else []
+        return [*words, "--chat-template-kwargs", self.variables] if self.variables else words
+
+
+#: Characters of a text that are tokenized: more than a million tokens of words.
+_LONGEST = 6 << 20
+#: What the training processes are told.
+READING = EnvironmentSetting(CONVERSATIONS, Reading.parse)
 
 
 @dataclass(frozen=True)
@@ -31,9 +79,11 @@ class Conversation:
     tools: list[Any] | None
     #: `file:line`, for messages.
     place: str
-    #: First byte of its line in the file, and its number among the conversations of the line.
+    #: First byte of its line in the file (-1: it is no line), and its number in the row.
     offset: int = 0
     part: int = 0
+    #: Variables of the chat template.
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -43,48 +93,67 @@ class Encoded:
     ids: list[int]
     #: Of each token, whether the assistant wrote it.
     trained: list[bool]
+    #: What is to be said about it, and the case.
+    remarks: tuple[tuple[str, str], ...] = field(default=(), kw_only=True)
 
 
-def read_conversations(path: str | os.PathLike[str]) -> Iterator[Conversation]:
+def read_conversations(
+    path: str | os.PathLike[str], form: str = "", findings: Findings | None = None
+) -> Iterator[Conversation]:
     """Read the conversations of a file in order; empty lines are skipped."""
-    with open_outside(os.fspath(path)) as file:
-        offset = 0
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                place = f"{os.fspath(path)}:{number}"
-                yield from parse_line(line, place, offset)
-            offset += len(line)
+    for place, offset, line in read_rows(path):
+        yield from parse_line(line, place, offset, form, findings)
 
 
-def parse_line(line: bytes, place: str, offset: int = 0) -> Iterator[Conversation]:
-    """Read the conversations of one line; `place` is what messages call it, `offset` its first byte."""
+def parse_line(
+    line: bytes, place: str, offset: int = 0, form: str = "", findings: Findings | None = None
+) -> Iterator[Conversation]:
+    """Read the conversations of one row; `place` is what messages call it, `offset` its first byte."""
     try:
-        found = json.loads(line)
+        row = json.loads(line)
     except (ValueError, RecursionError) as problem:
         raise ValueError(f"{place}: not JSON: {problem}") from None
-    messages = found.get("messages") if isinstance(found, dict) else None
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f'{place}: give an object with a list "messages", as in {{"messages": [...]}}')
-    for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ValueError(f'{place}: every message is an object with "role" and "content"')
+    if b"\\ud" in line.lower() and (half := _lone_surrogate(row)):
+        raise ValueError(f"{place}: {half} is half of a character: write the whole one, or none")
+    try:
+        found = row if isinstance(row, dict) else {}
+        messages, tools, variables = messages_of(found, form, place, findings or Findings())
+    except (TypeError, ValueError) as problem:
+        raise ValueError(f"{place}: {problem}") from None
     starts = [i for i, message in enumerate(messages) if i == 0 or message["role"] == "system"]
     for part, (start, end) in enumerate(zip(starts, [*starts[1:], len(messages)], strict=True)):
-        yield Conversation(messages[start:end], found.get("tools"), place, offset, part)
+        yield Conversation(messages[start:end], tools, place, offset, part, variables)
+
+
+def _lone_surrogate(row: Any) -> str:
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as problem:
+        return f"\\u{ord(problem.object[problem.start]):04x}"
+    return ""
 
 
 class Encoder:
     """A tokenizer's chat template, and the assistant's part of what it renders.
 
     If the template marks it with `{% generation %}`, the marks are used. Otherwise an assistant's turn begins
-    where the prompt for it ends (`add_generation_prompt`), and ends with the template's text for the message.
+    behind the header that a prompt for it ends with, and ends with the template's text for the message.
+    A thought that the prompt begins is part of the turn.
 
     Args:
         folder: of the tokenizer, or transformers' tokenizer itself.
         called: what messages call it; default: `folder`.
+        variables: of the chat template, as JSON; those of a conversation have precedence.
+        media: the template takes lists of parts as they are.
     """
 
-    def __init__(self, folder: Any, called: str | os.PathLike[str] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Any,
+        called: str | os.PathLike[str] | None = None,
+        variables: str = "",
+        media: bool = False,
+    ) -> None:
         if isinstance(folder, (str, os.PathLike)):
             from transformers import AutoTokenizer
 
@@ -92,83 +161,157 @@ class Encoder:
         else:
             self.tokenizer, folder = folder, folder.name_or_path
         template, where = self.tokenizer.chat_template, folder if called is None else called
+        if not self.tokenizer.is_fast:
+            raise ValueError(f"the tokenizer in {where} has no tokenizer.json: conversations need one")
         if not isinstance(template, str):
             what = "no chat template" if template is None else "several chat templates"
             raise ValueError(f"the tokenizer in {where} has {what}: conversations need one")
-        if not self.tokenizer.is_fast:
-            raise ValueError(f"the tokenizer in {where} has no tokenizer.json, which gives tokens a place")
-        self.marked = bool(_GENERATION.search(template))
+        self.template = ChatTemplate(template, self.tokenizer.special_tokens_map)
+        self.variables, self.media = json.loads(variables) if variables else {}, media
+        if unknown := [name for name in self.variables if name not in template]:
+            raise ValueError(
+                f"--chat-template-kwargs: the template of {where} does not use {unknown[0]}: leave it out"
+            )
 
     def encode(self, conversation: Conversation) -> Encoded:
-        if self.marked:
-            found = self._render(conversation, tokenize=True)
-            return Encoded(list(found["input_ids"]), [bool(one) for one in found["assistant_masks"]])
-        return self.tokens(*self.text(conversation))
+        text, spans, remarks = self._read(conversation)
+        try:
+            encoded = self.tokens(text, spans)
+        except ValueError as problem:
+            raise ValueError(f"{conversation.place}: {problem}") from None
+        return replace(encoded, remarks=(*remarks, *encoded.remarks))
 
-    def text(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
+    def text(self, conversation: Conversation) -> tuple[str, list[Span]]:
         """The conversation's text, and where in it the assistant's turns begin and end."""
-        return self._marks(conversation) if self.marked else self._spans(conversation)
+        return self._read(conversation)[:2]
 
     def prompt(self, conversation: Conversation) -> str:
         """The conversation's text with the beginning of the assistant's next turn."""
-        return str(self._render(conversation, add_generation_prompt=True))
+        try:
+            return self.template.prompt(*self._given(conversation))
+        except ValueError as problem:
+            raise ValueError(f"{conversation.place}: {problem}") from None
 
-    def tokens(self, text: str, spans: Sequence[tuple[int, int]]) -> Encoded:
-        """Tokens of a text; those that begin in one of the spans are trained."""
-        found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        trained = [any(start <= first < end for start, end in spans) for first, _ in found["offset_mapping"]]
-        return Encoded(list(found["input_ids"]), trained)
+    def tokens(self, text: str, spans: Sequence[Span]) -> Encoded:
+        """Tokens of a text; those of the spans are trained.
 
-    def _spans(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
-        text, spans = str(self._render(conversation)), []
-        for i, message in enumerate(conversation.messages):
-            if message["role"] != "assistant":
-                continue
-            prompt = str(self._render(conversation, i, add_generation_prompt=True))
-            turn = str(self._render(conversation, i + 1))
-            # A template may put an empty thought into the prompt that the turn itself writes otherwise.
-            start = len(os.path.commonprefix([prompt, text]))
-            content = message.get("content")
-            written = content.strip() if isinstance(content, str) else ""
-            if not text.startswith(turn) or written not in text[start : len(turn)]:
-                raise ValueError(
-                    f"{conversation.place}: message {i + 1} reads differently once others follow it, so "
-                    "the chat template does not say which tokens are the assistant's: end the "
-                    "conversation there, or use a template with {% generation %}"
-                )
-            spans.append((start, len(turn)))
-        return text, spans
-
-    def _marks(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
-        """As `_spans`, by the marks of the template."""
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        with _refused(conversation):
-            (text,), (spans,) = render_jinja_template(
-                [conversation.messages],
-                conversation.tools,
-                chat_template=self.tokenizer.chat_template,
-                return_assistant_tokens_mask=True,
-                **self.tokenizer.special_tokens_map,
+        A token that goes over the border of a span is none that the model meets when it answers: then the
+        parts are tokenized one by one, as a prompt and its answer are.
+        """
+        if len(text) > _LONGEST:
+            raise ValueError(
+                f"a text of {len(text):,} characters, more than {_LONGEST:,}: cut the conversation"
             )
-        return str(text), [(start, end) for start, end in spans]
+        borders = sorted({0, len(text), *(border for span in spans for border in span)})
+        starts = {start for start, end in spans if start < end}
+        pieces = list(zip(borders[:-1], borders[1:], strict=True))
+        if not pieces:
+            return Encoded([], [])
+        whole, *apart = self._ids([text, *(text[start:end] for start, end in pieces)])
+        ids = [token for piece in apart for token in piece]
+        trained = [start in starts for (start, _), piece in zip(pieces, apart, strict=True) for _ in piece]
+        if ids == whole:
+            return Encoded(ids, trained)
+        return Encoded(ids, trained, remarks=(self._straddling(whole, apart),))
 
-    def _render(self, conversation: Conversation, messages: int | None = None, **how: Any) -> Any:
-        if how.pop("tokenize", False):
-            how = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-        else:
-            how["tokenize"] = False
-        with _refused(conversation):
-            return self.tokenizer.apply_chat_template(
-                conversation.messages[:messages], tools=conversation.tools, **how
-            )
+    def _straddling(self, whole: Sequence[int], apart: Sequence[Sequence[int]]) -> tuple[str, str]:
+        """The remark for ids that differ between a text and its parts."""
+        parts = [token for piece in apart for token in piece]
+        first = next((i for i, pair in enumerate(zip(whole, parts)) if pair[0] != pair[1]), 0)
+        case = f"{self.tokenizer.decode(whole[first])!r}"
+        return "a token went over the border of an answer, so the parts are tokenized one by one", case
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        before, head = self._before, self._head
+        encode = self.tokenizer.backend_tokenizer.encode_batch_fast
+        # One by one: an encoding takes some hundred bytes for each token.
+        return [encode([before + text], add_special_tokens=False)[0].ids[head:] for text in texts]
+
+    @cached_property
+    def _before(self) -> str:
+        """Written before each part if the tokenizer puts a space before a text."""
+        plain, behind = (self.tokenizer(one, add_special_tokens=False)["input_ids"] for one in ("a", "\na"))
+        return "" if behind[-len(plain) :] == plain else "\n"
+
+    @cached_property
+    def _head(self) -> int:
+        return len(self.tokenizer(self._before, add_special_tokens=False)["input_ids"]) if self._before else 0
+
+    def _read(self, conversation: Conversation) -> tuple[str, list[Span], list[tuple[str, str]]]:
+        """Text, spans of the turns that are trained, and remarks."""
+        place = conversation.place
+        try:
+            rendered = self.template.render(*self._given(conversation))
+            remarks: list[tuple[str, str]] = []
+            skipped = []
+            spans = list(rendered.generated or ())
+            for i, message in enumerate(conversation.messages):
+                if message["role"] != "assistant":
+                    continue
+                turn = rendered.turns.get(i)
+                trained = message.get("weight", 1) == 1
+                if turn is None:
+                    if rendered.generated is None or not trained:
+                        raise ValueError(f"the chat template does not say where message {i + 1} is: {_CURE}")
+                    continue
+                remarks += [(one, place) for one in _left_out(rendered, turn, message, i + 1)]
+                if not trained:
+                    skipped.append(turn)
+                elif rendered.generated is None:
+                    spans.append((_behind_header(rendered, turn, i + 1), turn[1]))
+        except ValueError as problem:
+            raise ValueError(f"{place}: {problem}") from None
+        for name in conversation.variables:
+            if name not in self.template.source:
+                remarks.append((f"the chat template does not use {name!r} of chat_template_kwargs", place))
+        if conversation.tools and "tools" not in self.template.source:
+            remarks.append(("the chat template does not use tools", place))
+        if skipped:
+            spans = [one for one in spans if not any(start <= one[0] < end for start, end in skipped)]
+        return rendered.text, spans, remarks
+
+    def _given(self, conversation: Conversation) -> tuple[list[Message], Any, dict[str, Any]]:
+        """Arguments of `ChatTemplate.render`."""
+        messages = [
+            {name: one for name, one in each.items() if name != "weight"} for each in conversation.messages
+        ]
+        for number, message in enumerate(messages if not self.media else (), 1):
+            try:
+                message["content"] = text_of(message["content"])
+            except ValueError as problem:
+                raise ValueError(f"{conversation.place}: message {number}: {problem}") from None
+        variables = {**self.variables, **conversation.variables}
+        if taken := [name for name in RESERVED if name in variables]:
+            raise ValueError(f"{conversation.place}: chat_template_kwargs: leave {taken[0]} out")
+        return messages, conversation.tools, variables
 
 
-@contextmanager
-def _refused(conversation: Conversation) -> Iterator[None]:
-    try:
-        yield
-    except ValueError:
-        raise
-    except Exception as problem:  # a template raises what it likes
-        raise ValueError(f"{conversation.place}: the chat template: {problem}") from None
+_CURE = "use a template with {% generation %}"
+
+
+def _behind_header(rendered: Rendered, turn: Span, number: int) -> int:
+    """Where the assistant's part of a turn begins."""
+    start = rendered.text.find(rendered.header, *turn)
+    if start < 0:
+        raise ValueError(
+            f"message {number} does not begin with {rendered.header!r}, as its prompt does: {_CURE}"
+        )
+    return start + len(rendered.header)
+
+
+def _left_out(rendered: Rendered, turn: Span, message: Message, number: int) -> Iterator[str]:
+    """Reasoning that a turn's text lacks. Raises ValueError if it lacks the answer."""
+    text = rendered.text[turn[0] : turn[1]]
+    content = text_of(message["content"]) if isinstance(message["content"], str) else ""
+    thought, closed, answer = content.rpartition("</think>")
+    if answer.strip() not in text:
+        raise ValueError(f"the chat template does not write the content of message {number} as it is")
+    for call in message.get("tool_calls", ()):
+        if call["function"]["name"] not in text:
+            raise ValueError(f"the chat template leaves out the tool calls of message {number}")
+    thoughts = [thought.rpartition("<think>")[2] if closed else "", message.get("reasoning_content", "")]
+    if any(one.strip() not in text for one in thoughts):
+        yield (
+            "the chat template leaves reasoning out, as if the model had not thought there; templates of "
+            """Nemotron 3 keep it with --chat-template-kwargs '{"truncate_history_thinking": false}'"""
+        )

@@ -8,6 +8,7 @@ of a row and is computed at each start.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from array import array
 from collections.abc import Sequence
@@ -16,13 +17,23 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_nemotron3.common.files import atomic_group, open_outside
-from megatron_nemotron3.common.output import Bar
-from megatron_nemotron3.train.data.conversations import Conversation, Encoded, Encoder, read_conversations
+from megatron_nemotron3.common.files import atomic_group, printable
+from megatron_nemotron3.common.output import Bar, count
+from megatron_nemotron3.train.data.conversations import (
+    READING,
+    Conversation,
+    Encoded,
+    Encoder,
+    Reading,
+    read_conversations,
+)
+from megatron_nemotron3.train.data.forms import Findings
 
 #: Version of the arrays.
-_FORMAT = 2
-_NAMES = ("tokens.npy", "trained.npy", "origins.npy", "borders.npy")
+_FORMAT = 3
+_NAMES = ("findings.json", "tokens.npy", "trained.npy", "origins.npy", "borders.npy")
+#: Conversations of `samples`, and characters of each.
+_SAMPLES, _SHOWN = 3, 1200
 
 
 def first_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
@@ -116,6 +127,8 @@ class PackedConversations:
         multiple: conversations are padded to a multiple of it; 2 * CP under context parallelism.
         cache: folder for the arrays; None: `cache` in the file's folder.
         pack: several conversations in a row; else each has a row of its own.
+
+    With a tokenizer's folder, `READING` says how the rows are read.
     """
 
     def __init__(
@@ -130,12 +143,19 @@ class PackedConversations:
         import numpy as np
 
         self.path, self.length, self.multiple = path, length, multiple
-        key = _key(path, _digest(tokenizer) if isinstance(tokenizer, str) else tokenizer.key())
+        reading = READING.current() if isinstance(tokenizer, str) else Reading()
+        encoder = _digest(tokenizer) if isinstance(tokenizer, str) else tokenizer.key()
+        key = _key(path, encoder + reading.text().encode())
         self.folder = Path(cache or Path(path).absolute().parent / "cache") / f"conversations-{key}"
         if not (self.folder / _NAMES[-1]).is_file():
-            _write(path, Encoder(tokenizer) if isinstance(tokenizer, str) else tokenizer, self.folder)
+            made = (
+                Encoder(tokenizer, variables=reading.variables) if isinstance(tokenizer, str) else tokenizer
+            )
+            _write(path, made, self.folder, reading.form)
+        #: Lines about the file, for the log.
+        self.findings: list[str] = json.loads((self.folder / _NAMES[0]).read_text())
         self._tokens, self._trained, self._origins, self._starts = (
-            np.load(self.folder / name, mmap_mode="r") for name in _NAMES
+            np.load(self.folder / name, mmap_mode="r") for name in _NAMES[1:]
         )
         sizes = np.diff(self._starts)
         padded = -(-sizes // multiple) * multiple
@@ -206,14 +226,35 @@ class PackedConversations:
         return PackedRow(tokens, labels, mask, positions, padding, np.array(borders, np.int32), count)
 
     def describe(self) -> str:
-        """One line for the log: how full the rows are, and what is left out."""
+        """For the log: what was found in the file, how full the rows are, and what is left out."""
         share = self.tokens / (len(self) * self.length)
-        text = f"{self.path}: {self.conversations:,} conversations in {len(self):,} rows, {share:.1%} full"
+        conversations = count(self.conversations, "conversation")
+        text = f"{self.path}: {conversations} in {count(len(self), 'row')}, {share:.1%} full"
         if self.too_long:
             text += f"; {self.too_long:,} longer than {self.length:,} tokens are left out"
         if self.untrained:
             text += f"; {self.untrained:,} without a message of the assistant are left out"
-        return text
+        return "\n".join([*self.findings, text])
+
+    def samples(self, tokenizer: str) -> str:
+        """The first conversations that are used, decoded, with what is trained between ⟦ and ⟧."""
+        from itertools import groupby
+
+        from transformers import AutoTokenizer
+
+        decoder, shown = AutoTokenizer.from_pretrained(tokenizer), []
+        for which in self._kept[:_SAMPLES]:
+            first, last = int(self._starts[which]), int(self._starts[which + 1])
+            text = ""
+            marks = self._trained[first:last].tolist()
+            for trained, part in groupby(zip(self._tokens[first:last].tolist(), marks), lambda one: one[1]):
+                words = decoder.decode([token for token, _ in part])
+                text += f"⟦{words}⟧" if trained else words
+            cut = f"{text[:_SHOWN]} … ({len(text):,} characters)" if len(text) > _SHOWN else text
+            shown.append(
+                f"line {self.origin(int(which))[0]}, trained is what ⟦ ⟧ encloses:\n{printable(cut, chr(10))}"
+            )
+        return "\n".join(shown)
 
 
 def _key(path: str, encoder: bytes) -> str:
@@ -232,16 +273,17 @@ def _digest(tokenizer: str) -> bytes:
     return digest.digest()
 
 
-def _write(path: str, encoder: Encoder | ConversationEncoder, folder: Path) -> None:
+def _write(path: str, encoder: Encoder | ConversationEncoder, folder: Path, form: str) -> None:
     """Encode a file; the last array marks the folder as complete."""
     import numpy as np
 
     tokens, trained, origins, borders = array("i"), array("b"), array("q"), array("q", [0])
-    with open_outside(path) as file:
-        total = sum(1 for _ in file)
-    with Bar("encode conversations", "lines", total, lines=False) as bar:
-        for conversation in read_conversations(path):
+    findings = Findings()
+    with Bar("encode conversations", "lines", lines=False) as bar:
+        for conversation in read_conversations(path, form, findings):
             encoded = encoder.encode(conversation)
+            for remark, case in encoded.remarks:
+                findings.add(remark, case)
             line = int(conversation.place.rpartition(":")[2])
             if encoded.ids:
                 tokens.extend(encoded.ids)
@@ -256,5 +298,6 @@ def _write(path: str, encoder: Encoder | ConversationEncoder, folder: Path) -> N
         np.array(borders, dtype=np.int64),
     )
     with atomic_group(*(folder / name for name in _NAMES)) as places:
-        for place, values in zip(places, arrays, strict=True):
+        places[0].write_text(json.dumps(findings.lines(path)))
+        for place, values in zip(places[1:], arrays, strict=True):
             np.save(place, values)

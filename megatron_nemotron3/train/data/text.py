@@ -7,6 +7,7 @@ import fnmatch
 import hashlib
 import json
 import os
+import re
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,8 +17,15 @@ from megatron_nemotron3.common.files import open_outside
 
 #: Folders without text of their own. Folders and files that start with "." are skipped, too.
 _NEVER = frozenset({"__pycache__", "node_modules"})
-#: Folders of the standard library that are left out.
-_NOT_SOURCES = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+#: Folders of the standard library that are left out: other packages, tests, tables, what some machines lack.
+_NOT_SOURCES = frozenset(
+    ("site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data")
+    + ("distutils", "ensurepip", "idlelib", "lib2to3", "tkinter", "turtledemo")
+)
+#: A line that begins with a number or a string: of a table, not of a program or of its documentation.
+_TABLE_LINE = re.compile(r"""[\s\[({]*[bBrRuU]?("(?!"")|'(?!'')|-?\d)""")
+#: The share of such lines from which on a file is a table.
+_TABLE = 0.1
 
 #: A single text file is cut at line ends into documents of about this many characters.
 PIECE = 8192
@@ -45,7 +53,7 @@ def read_texts(path: str | os.PathLike[str] | None = None, *, max_bytes: int | N
 
     path: a folder (every file below it), one text file (cut at line ends into documents of about PIECE
         characters), or a .jsonl with {"text": ...} per line (one document a line). None: the sources of
-        Python's standard library on this machine (*.py), without site-packages and its test folders.
+        Python's standard library on this machine (*.py), without tests, tables and _NOT_SOURCES.
     max_bytes: stop after this many UTF-8 bytes; the last document is cut, at a line end if it has one.
 
     Files of a folder come in the order of a hash of their relative path. Megatron's --split holds out the
@@ -76,6 +84,8 @@ def read_texts(path: str | os.PathLike[str] | None = None, *, max_bytes: int | N
     for file in files:
         if collector.full:
             break
+        if path is None and _is_table(file):
+            continue
         collector.add_file(file, piece)
     if not collector.documents:
         which = f" matching {pattern!r}" if root.is_dir() else ""
@@ -105,6 +115,11 @@ def _files(root: Path, pattern: str, excluded: frozenset[str]) -> list[Path]:
                 key = hashlib.sha256(os.fsencode(file.relative_to(root).as_posix())).digest()
                 found.append((key, file))
     return [file for _, file in sorted(found)]
+
+
+def _is_table(file: Path) -> bool:
+    lines = [line for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return sum(_TABLE_LINE.match(line) is not None for line in lines) >= _TABLE * max(1, len(lines))
 
 
 class _Collector:

@@ -1,4 +1,4 @@
-"""`nemotron3 watch`: plot the monitored series of a run as one PNG and print its warnings."""
+"""`nemotron3 report monitors`: plot the monitored series of a run as one PNG and print its warnings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COLUMNS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class WatchOptions:
-    """Options of `nemotron3 watch`."""
+    """Options of `nemotron3 report monitors`."""
 
     folder: Path = argument("the folder of --tensorboard-dir, a run, or its checkpoints", "DIR")
     output: Path | None = option("where to write (default: DIR/monitor.png)", "PNG")
@@ -35,8 +35,8 @@ class WatchOptions:
 
 
 def register(commands: Any) -> None:
-    """Add `nemotron3 watch`."""
-    add_command(commands.add_parser("watch"), WatchOptions, watch_command)
+    """Add `nemotron3 report monitors`."""
+    add_command(commands.add_parser("report monitors"), WatchOptions, watch_command)
 
 
 def watch_command(options: WatchOptions) -> int:

@@ -91,7 +91,7 @@ class OmniEncoder:
         tokenizer = self.processor.tokenizer
         if self.processor.chat_template is not None:
             tokenizer.chat_template = self.processor.chat_template
-        return Encoder(tokenizer)
+        return Encoder(tokenizer, media=True)
 
     def encode(self, conversation: Conversation, prompt: bool = False) -> WithMedia:
         """Tokens of a conversation; `prompt`: with the beginning of the assistant's next turn.
@@ -167,7 +167,7 @@ class OmniEncoder:
                     "encoder: the tokenizer does not know the processor's tokens"
                 )
         trained = [here and token not in special for token, here in zip(encoded.ids, encoded.trained)]
-        return WithMedia(encoded.ids, trained, ordered)
+        return WithMedia(encoded.ids, trained, ordered, remarks=encoded.remarks)
 
     def _header(self, kind: str, path: str, pictures: int) -> Medium:
         given, merged = self.processor, self.config.vision.merged_patches**2

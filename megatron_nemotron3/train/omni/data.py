@@ -168,6 +168,8 @@ class MediaRows:
         """Read a conversation again, with its media's headers."""
         _, offset, part = self.packed.origin(conversation)
         place = self.place(conversation)
+        if offset < 0:
+            raise ValueError(f"{place}: conversations with media are read again: give JSON lines")
         with open_outside(self.path) as file:
             file.seek(offset)
             found: Conversation = list(parse_line(file.readline(), place))[part]

@@ -21,9 +21,11 @@ from megatron_nemotron3.train import log
 from megatron_nemotron3.train.monitor import alarms, events, watch
 
 #: Series of the log line, and the tags that Megatron gives them in event files.
-RATE, NORM, TIME = log.RATE, "grad norm", log.MILLISECONDS
+LOSS, RATE, NORM, TIME = "lm loss", log.RATE, "grad norm", log.MILLISECONDS
 _TAGS = {RATE: "learning-rate", NORM: "grad-norm"}
-_SEQUENCE = "--seq-length"
+#: In event files, of the validation split, and after training of the test split, too.
+_VALIDATION = "lm loss validation"
+_SEQUENCE, _STEPS = "--seq-length", "--train-iters"
 Points = list[tuple[int, float]]
 Rows = list[tuple[str, str]]
 
@@ -61,21 +63,42 @@ class Facts:
         return inside if inside.is_dir() else self.folder
 
     @property
+    def total(self) -> int | None:
+        """The number of steps of the run; None if neither its log nor its record has it."""
+        if self.curve.steps:
+            return self.curve.steps[max(self.curve.steps)].total
+        given = self.manifest.parts.get("launch", {}).get(_STEPS, "")
+        return int(given) if given.isdigit() else None
+
+    @property
     def state(self) -> str:
-        steps = self.curve.steps
+        points, total = self.losses or self.points(RATE), self.total
+        at = f"step {points[-1][0]}" if points else "before the first step"
+        if points and total is not None:
+            at += f" of {total}"
         if (writer := lock.holder(self.checkpoints)) is not None:
-            at = f"step {max(steps)} of {steps[max(steps)].total}" if steps else "before the first step"
             return f"running, {at} ({writer})"
-        if not steps:
+        if not points:
             return "no step was logged"
-        last = steps[max(steps)]
-        over = "finished" if last.iteration >= last.total else "stopped"
-        return f"{over} at step {last.iteration} of {last.total}"
+        if total is None:
+            return f"logged up to {at}"
+        return f"{'finished' if points[-1][0] >= total else 'stopped'} at {at}"
 
     @cached_property
     def series(self) -> log.History:
         """The numbers of the log; of the event files if there is no log."""
         return self.curve.history or self.history
+
+    @property
+    def losses(self) -> Points:
+        """Training losses; NaN where the log has a step without one."""
+        steps = self.curve.steps
+        return [(i, steps[i].loss) for i in sorted(steps)] or self.points(LOSS)
+
+    @property
+    def validation(self) -> dict[int, float]:
+        """Losses on held-out text by step."""
+        return self.curve.validation or dict(self.history.get(_VALIDATION, []))
 
     def points(self, name: str) -> Points:
         return self.series.get(name, self.series.get(_TAGS.get(name, name), []))
@@ -126,11 +149,14 @@ class Facts:
 
     def loss_rows(self) -> Rows:
         rows = []
-        if self.curve.steps:
-            first, last = (self.curve.steps[f(self.curve.steps)] for f in (min, max))
-            rows.append(("training loss", f"{first.loss:.3f} → {last.loss:.3f} at step {last.iteration}"))
-            rows += [(f"MTP depth {k}", f"{loss:.3f}") for k, loss in enumerate(last.mtp, 1)]
-        for name, losses in (("validation loss", self.curve.validation), ("test loss", self.curve.test)):
+        if points := self.losses:
+            rows.append(
+                ("training loss", f"{points[0][1]:.3f} → {points[-1][1]:.3f} at step {points[-1][0]}")
+            )
+        depths = sorted(filter(log.MTP_LOSS.fullmatch, self.series))
+        rows += [(f"MTP depth {k}", f"{self.series[tag][-1][1]:.3f}") for k, tag in enumerate(depths, 1)]
+        held_out = "validation loss" if self.curve.validation else "held-out loss"
+        for name, losses in ((held_out, self.validation), ("test loss", self.curve.test)):
             if losses:
                 rows.append((name, f"{losses[max(losses)]:.3f} at step {max(losses)}"))
         if pace := [value for _, value in self.points(TIME)]:
@@ -181,8 +207,8 @@ class Picture(NamedTuple):
 
 def training(facts: Facts) -> Iterator[Picture]:
     """Losses, learning rate, norm of the gradient, time and tokens."""
-    if facts.points("lm loss"):
-        yield _picture("Losses", lambda axes: log.draw_losses(axes, facts.series, facts.curve.validation))
+    if facts.points(LOSS):
+        yield _picture("Losses", lambda axes: log.draw_losses(axes, facts.series, facts.validation))
     seconds = [(i, ms / 1e3) for i, ms in facts.points(TIME)]
     for title, unit, points in (
         ("Learning rate", "", facts.points(RATE)),
@@ -195,7 +221,7 @@ def training(facts: Facts) -> Iterator[Picture]:
 
 
 def monitors(facts: Facts) -> Iterator[Picture]:
-    """One panel per monitored quantity, as `nemotron3 watch` draws them."""
+    """One panel per monitored quantity, as `nemotron3 report monitors` draws them."""
     for kind, series in watch.panels_of(facts.history).items():
         title = watch.KINDS[kind].title
         yield _picture(title, lambda axes, k=kind, s=series: watch.draw_panel(axes, k, s))

@@ -180,7 +180,7 @@ def _check(how: Distillation, argv: Sequence[str], world_size: int) -> None:
     if len(teacher.config.pattern) < layout.stages:
         raise ValueError(
             f"teacher {how.teacher} has {len(teacher.config.pattern)} layers for {layout.stages} pipeline "
-            "stages of the student: use fewer, or store its logits first (nemotron3 logits)"
+            "stages of the student: use fewer, or store its logits first (nemotron3 distill logits)"
         )
     launch = Launch(config=teacher.config, layout=layout, precision="fp32", backend="torch")
     if wrong := [rule.message for rule in violations(launch) if rule.severity == "error"]:
@@ -197,8 +197,8 @@ def _check_projection(how: Distillation, teacher: TeacherCheckpoint, argv: Seque
         )
     if not Path(how.projection).is_file():
         raise ValueError(
-            f"projection={how.projection} is no file: nemotron3 xtoken STUDENT_TOKENIZER {teacher.tokenizer} "
-            "--output FILE writes one"
+            f"projection={how.projection} is no file: nemotron3 distill projection STUDENT_TOKENIZER "
+            f"{teacher.tokenizer} --output FILE writes one"
         )
     model = option_value(argv, "--tokenizer-model")
     if model is None:  # `nemotron3 train` checks again when the data is prepared
@@ -225,7 +225,7 @@ def _check_stored(how: Distillation, found: LogitsManifest, argv: Sequence[str])
     if needed > found.samples and "cp" not in found.source:
         raise ValueError(
             f"the training reads {needed:,} rows, and {how.teacher} has {found.samples:,}: train on fewer "
-            f"samples, or store them in a new folder (nemotron3 logits --samples {needed})"
+            f"samples, or store them in a new folder (nemotron3 distill logits --samples {needed})"
         )
     length = option_value(argv, "--seq-length")
     if length is not None and length != str(found.length):
@@ -258,7 +258,7 @@ def require_same_vocabulary(teacher: Vocabulary, name: str, argv: Sequence[str])
         raise ValueError(
             f"teacher {name} and the student have different vocabularies ({difference}): distil from a "
             "teacher with the student's tokenizer (--tokenizer-model, --tokenizer of nemotron3 train), or "
-            "write a projection (nemotron3 xtoken) and give --distill projection=FILE"
+            "write a projection (nemotron3 distill projection) and give --distill projection=FILE"
         )
 
 

@@ -192,7 +192,7 @@ class Projection:
         entries, about = read_safetensors_header(path)
         if about.get("format") != FORMAT or set(entries) != {"tokens", "weights"}:
             raise CheckpointError(
-                f"{path} is not a projection: `nemotron3 xtoken … --output FILE` writes one"
+                f"{path} is not a projection: `nemotron3 distill projection … --output FILE` writes one"
             )
         tokens, weights = entries["tokens"], entries["weights"]
         known, size = (tokens.dtype, weights.dtype) == ("int32", "float32"), about.get("teacher_size", "")

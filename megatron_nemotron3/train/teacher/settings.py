@@ -46,11 +46,11 @@ class Distillation:
     Cross-entropy has the weight 1 - sum of teacher weights.
 
     Args:
-        teacher: folder of a checkpoint, or of logits that `nemotron3 logits` stored.
+        teacher: folder of a checkpoint, or of logits that `nemotron3 distill logits` stored.
         kind: of `KINDS`; with a projection of `ACROSS`.
         temperature: T, which divides the logits of both. T ** 2 keeps the size of gradients.
         weight: from above 0 to 1.
-        projection: file of `nemotron3 xtoken` for a teacher with another tokenizer.
+        projection: file of `nemotron3 distill projection` for a teacher with another tokenizer.
 
     Raises:
         ValueError: a value is unknown or out of range.
@@ -129,7 +129,7 @@ def _read(teacher: str, how: str, weight: float, option: str) -> Distillation:
         if name in _SIZES:
             raise ValueError(
                 f"{option} {how}: {word}: a teacher runs in the student's layout: leave {name} out, or "
-                f"store its logits in that layout first (nemotron3 logits {teacher} --{name} N)"
+                f"store its logits in that layout first (nemotron3 distill logits {teacher} --{name} N)"
             )
         if name not in (known := (*_WORDS, *_NUMBERS)):
             raise ValueError(f"{option} {how}: {word!r}: use {'=, '.join(known)}={hint(name, known)}")
@@ -246,7 +246,7 @@ def require_parts(folder: Path, found: LogitsManifest, missing: Sequence[range])
     if missing:
         raise ValueError(
             f"{folder}: {len(missing)} of {len(found.parts())} parts are missing or damaged, first "
-            f"{part_path(folder, missing[0]).name}: run nemotron3 logits again, which goes on there"
+            f"{part_path(folder, missing[0]).name}: run nemotron3 distill logits again, which goes on there"
         )
 
 
@@ -263,6 +263,8 @@ class TeacherRows:
     split: str
     tokenizer: str
     conversations: bool = False
+    #: `train.data.conversations.Reading` as a text.
+    reading: str = ""
 
 
 def rows_of_run(run: Path | None) -> TeacherRows | None:
@@ -282,4 +284,5 @@ def rows_of_teacher(folder: str) -> TeacherRows | None:
     source = read_manifest(Path(folder)).source
     if not {"data", "split", "tokenizer"} <= source.keys():
         return None
-    return TeacherRows(tuple(source["data"]), source["split"], source["tokenizer"], "cp" in source)
+    paths, reading = tuple(source["data"]), source.get("reading", "")
+    return TeacherRows(paths, source["split"], source["tokenizer"], "cp" in source, reading)

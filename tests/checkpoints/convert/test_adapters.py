@@ -96,7 +96,9 @@ def test_there_and_back(base: Path, shared: Path, tmp_path: Path) -> None:
         assert sorted(old[key]) == sorted(new[key]), key
     # Merged, it is what verify calls equal: a checkpoint with adapters is the merged model.
     run("to-hf", tmp_path / "megatron", tmp_path / "hf", "--merge-adapter")
-    assert main(["verify", str(tmp_path / "megatron"), str(tmp_path / "hf"), "--workers", "1"]) == 0
+    assert (
+        main(["convert", "verify", str(tmp_path / "megatron"), str(tmp_path / "hf"), "--workers", "1"]) == 0
+    )
 
 
 def trained(config: Nemotron3Config, lora: LoRASettings) -> tuple[dict[str, Tensor], Tensor, Tensor]:

@@ -39,7 +39,7 @@ def test_there_and_back(tmp_path: Path, name: str) -> None:
     values = write_hf(tmp_path / "hf", config, files=2)
     pad = ("--make-vocab-size-divisible-by", 300)
     assert nemotron3("convert", "from-hf", tmp_path / "hf", tmp_path / "megatron", "--workers", 1, *pad) == 0
-    assert nemotron3("verify", tmp_path / "hf", tmp_path / "megatron", "--workers", 1) == 0
+    assert nemotron3("convert", "verify", tmp_path / "hf", tmp_path / "megatron", "--workers", 1) == 0
     back = ("convert", "to-hf", tmp_path / "megatron", tmp_path / "back", "--shard-size", "40kB")
     assert nemotron3(*back, "--workers", 2) == 0
     found = read_hf(tmp_path / "back")
@@ -126,7 +126,7 @@ def test_a_cast_rounds_all_but_the_expert_bias(small: Small, tmp_path: Path) -> 
     for name, tensor in read_hf(tmp_path / "f32").items():
         assert tensor.dtype == torch.float32 and tensor.equal(values[name].float())
     assert json.loads((tmp_path / "f32/config.json").read_text())["dtype"] == "float32"
-    assert nemotron3("verify", tmp_path / "f32", folder / "megatron") == 1  # types differ
+    assert nemotron3("convert", "verify", tmp_path / "f32", folder / "megatron") == 1  # types differ
     noise = {n: v.float() + 1e-3 * torch.randn(v.shape) for n, v in values.items()}
     write_hf(tmp_path / "noise", small[1], values=noise, dtype="float32")
     assert nemotron3("convert", "from-hf", tmp_path / "noise", tmp_path / "bf16", "--dtype", "bfloat16") == 0
@@ -172,11 +172,11 @@ def test_verify_finds_one_bit(small: Small, tmp_path: Path, capsys: pytest.Captu
     changed[name] = values[name].clone()
     changed[name].view(torch.int16)[5, 7] ^= 1
     write_hf(tmp_path / "changed", config, values=changed)
-    assert nemotron3("verify", folder / "megatron", tmp_path / "changed") == 1
+    assert nemotron3("convert", "verify", folder / "megatron", tmp_path / "changed") == 1
     out = capsys.readouterr().out
     assert f"differs      {name}: 1 of 8,192 elements, first at [5, 7]" in out
     assert "492 tensors" in out and "1 differ" in out
-    assert nemotron3("verify", folder / "megatron", tmp_path / "changed", "--json") == 1
+    assert nemotron3("convert", "verify", folder / "megatron", tmp_path / "changed", "--json") == 1
     facts = json.loads(capsys.readouterr().out)
     assert (facts["equal"], facts["tensors_equal"], facts["tensors_different"]) == (False, 492, 1)
     assert [one["tensor"] for one in facts["differences"]] == [name]
@@ -186,26 +186,26 @@ def test_verify_finds_one_bit(small: Small, tmp_path: Path, capsys: pytest.Captu
 def test_verify_with_the_manifest(small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(small[0] / "megatron", copy)
-    assert nemotron3("verify", copy) == 0
+    assert nemotron3("convert", "verify", copy) == 0
     path = copy / "release/__0_0.distcp"
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    assert nemotron3("verify", copy) == 1
+    assert nemotron3("convert", "verify", copy) == 1
     capsys.readouterr()
     assert nemotron3("check", small[0] / "hf", "--json") == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["kind"] == "hugging face" and facts["sound"] and facts["tensors"] == 493
-    assert nemotron3("verify", copy, "--json") == 1
+    assert nemotron3("convert", "verify", copy, "--json") == 1
     facts = json.loads(capsys.readouterr().out)
     assert facts["equal"] is False and facts["files"] - facts["files_equal"] == 1
     assert len(facts["problems"]) == 1
-    assert nemotron3("verify", copy) == 1
+    assert nemotron3("convert", "verify", copy) == 1
     path.unlink()
-    assert nemotron3("verify", copy) == 1
+    assert nemotron3("convert", "verify", copy) == 1
     out = capsys.readouterr().out
     assert f"{path}: CRC32" in out and f"{path}: No such file" in out
-    assert nemotron3("verify", small[0] / "hf") == 2
+    assert nemotron3("convert", "verify", small[0] / "hf") == 2
 
 
 def test_tensors_left_over(small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -217,7 +217,7 @@ def test_tensors_left_over(small: Small, tmp_path: Path, capsys: pytest.CaptureF
     assert "2 tensors do not belong to the model, first 'vision.a'" in capsys.readouterr().err
     assert nemotron3(*words, "--allow-unused", "vision.*") == 0
     assert "2 unused tensors" in capsys.readouterr().out
-    assert nemotron3("verify", folder / "hf", tmp_path / "out") == 0
+    assert nemotron3("convert", "verify", folder / "hf", tmp_path / "out") == 0
 
 
 def test_not_a_number(small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -230,7 +230,7 @@ def test_not_a_number(small: Small, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "has values that are NaN or infinite: --allow-nonfinite" in capsys.readouterr().err
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
     assert nemotron3(*words, "--allow-nonfinite") == 0
-    assert nemotron3("verify", tmp_path / "nan", tmp_path / "out") == 0
+    assert nemotron3("convert", "verify", tmp_path / "nan", tmp_path / "out") == 0
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_needs_torch_alone(small: Small, tmp_path: Path) -> None:
         _HEAVY,
         ("convert", "from-hf", hf, made, "--workers", 2),
         ("convert", "to-hf", made, back, "--workers", 2),
-        ("verify", back, made, "--workers", 2),
+        ("convert", "verify", back, made, "--workers", 2),
     )
     assert found.returncode == 0, found.stderr
     found = _alone((*_HEAVY, "torch"), ("convert", "to-hf", made, tmp_path / "none"))

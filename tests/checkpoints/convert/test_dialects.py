@@ -277,4 +277,4 @@ def test_the_command_converts_every_kind(name: str, tmp_path: Path) -> None:
     assert wanted.keys() == found.keys()
     for tensor, value in found.items():
         assert torch.equal(value, torch.from_numpy(wanted[tensor]).to(value.dtype)), tensor
-    assert cli.main(["verify", str(folder), str(out), *vocabulary, "--workers", "1"]) == 0
+    assert cli.main(["convert", "verify", str(folder), str(out), *vocabulary, "--workers", "1"]) == 0

@@ -84,7 +84,7 @@ def test_logits_of_transformers_survive_the_way_to_megatron(world: None, tmp_pat
     assert parity.routing(calls)[0] > parity.ROUTING_MARGIN
     torch.testing.assert_close(found, expected, rtol=0, atol=parity.LOGITS_ATOL)
     assert expected.std() > 0.1
-    assert nemotron3("verify", tmp_path / "hf", tmp_path / "megatron", "--workers", 1) == 0
+    assert nemotron3("convert", "verify", tmp_path / "hf", tmp_path / "megatron", "--workers", 1) == 0
     assert nemotron3("check", "--full", tmp_path / "megatron") == 0
 
 

@@ -68,9 +68,9 @@ def test_every_reading_command(
         assert status == 0 and out.endswith("sound\n")
     one = ["--workers", 1]
     for sides in ((folder, forms["release"]), (forms["release"], folder)):
-        status, out, _ = command(capsys, "verify", *sides, *one)
+        status, out, _ = command(capsys, "convert", "verify", *sides, *one)
         assert status == 0 and out.count(f": {model}, layers M*E") == 2
-    asked = ["--checkpoint", folder, "--tokenizer", folders_with_text.tokenizer, "--device", "cpu"]
+    asked = [folder, "--tokenizer", folders_with_text.tokenizer, "--device", "cpu"]
     status, out, _ = command(
         capsys, "generate", *asked, "--prompt", "line 7", "--max-new-tokens", 2, "--json"
     )
@@ -82,7 +82,7 @@ def test_every_reading_command(
     assert command(capsys, "convert", way, folder, tmp_path / "out", *one)[0] == 0
     status, _, err = command(capsys, "convert", other, folder, tmp_path / "no", *one)
     assert status == 2 and f"use `nemotron3 convert {way}`" in err and not (tmp_path / "no").exists()
-    status, out, err = command(capsys, "watch", folder, "--output", tmp_path / "monitor.png")
+    status, out, err = command(capsys, "report", "monitors", folder, "--output", tmp_path / "monitor.png")
     if form == "hf":
         assert status == 2 and "no TensorBoard event files" in err
     else:
@@ -93,7 +93,7 @@ def test_depths_of_mtp(folders_with_text: Folders, tmp_path: Path, capsys: Captu
     """The loss is measured at every depth that config.json says; drafts are checked against it."""
     f = folders_with_text
     folder = Path(shutil.copytree(f.hf, tmp_path / "hf"))
-    asked = ("--checkpoint", folder, "--tokenizer", f.tokenizer, "--device", "cpu", "--json")
+    asked = (folder, "--tokenizer", f.tokenizer, "--device", "cpu", "--json")
     text = ("--text", tmp_path / "text", "--tokens", 64, "--draft", 0)
     (tmp_path / "text").write_text("line 1: the naïve café\n" * 60, encoding="utf-8")
     for depths in (2, 1):
@@ -168,7 +168,7 @@ def test_models_are_identified(name: str) -> None:
 def test_models_are_called_by_their_name(tmp_path: Path, capsys: Capture) -> None:
     write_hf(tmp_path / "llama", tiny(get("lightning")))
     assert cli.main(["convert", "from-hf", str(tmp_path / "llama"), str(tmp_path / "x"), "--workers=1"]) == 0
-    assert cli.main(["verify", str(tmp_path / "x"), str(tmp_path / "llama"), "--workers=1"]) == 0
+    assert cli.main(["convert", "verify", str(tmp_path / "x"), str(tmp_path / "llama"), "--workers=1"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if ", layers " in line]
     assert len(lines) == 3 and all("lightning-tiny" in line.partition("): ")[2] for line in lines)
 

@@ -197,7 +197,7 @@ def test_all_spellings_are_the_same_tensors(name: str, roots: tuple[str, str], t
     assert spelled.keys() != values.keys() or roots == (own, "embeddings")
     save_file(spelled, tmp_path / "hf/model.safetensors")
     assert status("convert", "from-hf", tmp_path / "hf", tmp_path / "m") == 0
-    assert status("verify", tmp_path / "hf", tmp_path / "m") == 0
+    assert status("convert", "verify", tmp_path / "hf", tmp_path / "m") == 0
     assert status("convert", "to-hf", tmp_path / "m", tmp_path / "back") == 0
     found = read_hf(tmp_path / "back")
     assert found.keys() == values.keys() and all(found[key].equal(values[key]) for key in values)

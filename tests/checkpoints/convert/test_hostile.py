@@ -201,7 +201,7 @@ PLACES: dict[str, list[str]] = {
     "megatron/release/__0_0.distcp": _MEGATRON,
     f"megatron/{TRACKER}": _MEGATRON,
     "megatron/release/integrity.json": ["check", "megatron/release", "--full"],
-    f"megatron/{MANIFEST}": ["verify", "megatron"],
+    f"megatron/{MANIFEST}": ["convert", "verify", "megatron"],
     "scales.json": [*_MEGATRON, "--quantize", "super-nvfp4", "--input-scales", "scales.json"],
     "launch.sh": ["explain", "super", "--argv", "launch.sh"],
 }
@@ -251,7 +251,7 @@ def test_a_file_that_a_manifest_lists(sound: Path, tmp_path: Path, kind: str) ->
     path = tmp_path / "megatron/release/__0_0.distcp"
     path.unlink()
     KINDS[kind](path)
-    result = run(["verify", str(tmp_path / "megatron"), "--workers", "1"], tmp_path)
+    result = run(["convert", "verify", str(tmp_path / "megatron"), "--workers", "1"], tmp_path)
     assert result.status == 1 and str(path) in result.out
 
 
@@ -490,7 +490,7 @@ def test_a_manifest_that_leads_out(sound: Path, tmp_path: Path) -> None:
     data = json.loads(path.read_text())
     data["files"]["../../etc/passwd"] = {"bytes": 1, "crc32": "0"}
     path.write_text(json.dumps(data))
-    result = run(["verify", str(tmp_path / "copy"), "--workers", "1"], tmp_path)
+    result = run(["convert", "verify", str(tmp_path / "copy"), "--workers", "1"], tmp_path)
     assert result.status == 1 and "not an entry of a file below the folder" in result.out
 
 

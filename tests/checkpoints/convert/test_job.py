@@ -248,7 +248,9 @@ def test_killed_at_every_step_and_the_source_changed(
             refused += 1
             assert "or the source has changed since" in capsys.readouterr().err and not out.exists()
         else:
-            assert status == 0 and cli.main(["verify", str(source), str(out), "--workers", "1"]) == 0
+            assert (
+                status == 0 and cli.main(["convert", "verify", str(source), str(out), "--workers", "1"]) == 0
+            )
     assert refused > 4
 
 

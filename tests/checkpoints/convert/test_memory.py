@@ -81,7 +81,7 @@ def test_every_kind_of_layer_of_ultra(tmp_path: Path, workers: int) -> None:
     """All 131,072 rows of the embedding (2.1 GB) and all 512 experts (21.5 GB in two stacks, twice)."""
     assert ULTRA.num_moe_experts == 512 and ULTRA.vocab_size == 131072
     found = peaks(tmp_path, ULTRA, workers)
-    same = nemotron3("verify", tmp_path / "hf", tmp_path / "back", "--workers", workers)
+    same = nemotron3("convert", "verify", tmp_path / "hf", tmp_path / "back", "--workers", workers)
     assert "0 differ" in same.output
     found.append(same.proportional - idle())
     assert max(found) < GIB // 2, found

@@ -86,8 +86,8 @@ def test_put_back(config: Nemotron3Config, kind: str, tmp_path: Path, capsys: Ca
     assert (made.mtp_pattern, made.mtp_num_blocks) == (config.mtp_pattern, config.mtp_num_blocks)
     if "folder" in kind and kind != "folder of MTP":  # its config.json says how often the block is applied
         assert made.mtp_num_layers == config.mtp_num_layers
-    assert run("verify", tmp_path / "tuned", tmp_path / "m", "--mtp-from", place) == 0
-    assert run("verify", tmp_path / "tuned", tmp_path / "m", "--mtp-num-layers", 0) == 1
+    assert run("convert", "verify", tmp_path / "tuned", tmp_path / "m", "--mtp-from", place) == 0
+    assert run("convert", "verify", tmp_path / "tuned", tmp_path / "m", "--mtp-num-layers", 0) == 1
 
 
 def test_without(tmp_path: Path, capsys: Capture) -> None:
@@ -100,7 +100,7 @@ def test_without(tmp_path: Path, capsys: Capture) -> None:
         assert (f"left out     {left} MTP tensors" in capsys.readouterr().out) == bool(left)
         config = open_megatron(target).config
         assert not config.has_mtp and config.pattern == SUPER.pattern
-        assert run("verify", tmp_path / name, target, "--mtp-num-layers", 0) == 0
+        assert run("convert", "verify", tmp_path / name, target, "--mtp-num-layers", 0) == 0
     assert run("convert", "to-hf", tmp_path / "original-m", tmp_path / "back") == 0
     found = read_hf(tmp_path / "back")
     assert found.keys() == values.keys() - heads(values).keys()

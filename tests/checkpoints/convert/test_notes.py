@@ -67,7 +67,7 @@ def test_a_rounded_bias_is_named_and_written_in_fp32(
     assert all(back[hf].dtype == torch.float32 and back[hf].equal(values[hf].float()) for hf in BIASES)
     assert back["lm_head.weight"].dtype == (torch.bfloat16 if cast else torch.float32)
     if not cast:  # the same values; the narrow side is named
-        assert line in run(capsys, "verify", tmp_path / "hf", tmp_path / "m")
+        assert line in run(capsys, "convert", "verify", tmp_path / "hf", tmp_path / "m")
 
 
 def test_a_narrow_bias_in_megatrons_checkpoint(
@@ -88,7 +88,7 @@ def test_a_narrow_bias_in_megatrons_checkpoint(
     assert parsed == [tmp_path / "m/release"]  # once: the index of a large model takes seconds
     assert line in run(capsys, "convert", "to-hf", tmp_path / "m", tmp_path / "back", "--dtype", "bfloat16")
     assert read_hf(tmp_path / "back")[BIASES[0]].equal(torch.full((32,), 60.0))
-    assert cli.main(["verify", str(tmp_path / "hf"), str(tmp_path / "m")]) == 1
+    assert cli.main(["convert", "verify", str(tmp_path / "hf"), str(tmp_path / "m")]) == 1
     out = capsys.readouterr().out
     assert line in out and "31 of 32" not in out and f"differs      {BIASES[0]}: 32 of 32 elements" in out
 
@@ -113,7 +113,7 @@ def test_verify_counts_the_values_of_the_narrower_side(tmp_path: Path, capsys: C
     values[name] = 60 + torch.arange(len(values[name])) / 1000
     save_file(values, tmp_path / "wide/model.safetensors")
     write_hf(tmp_path / "narrow", CONFIG, values=values | {name: values[name].bfloat16()}, dtype="float32")
-    assert cli.main(["verify", str(tmp_path / "wide"), str(tmp_path / "narrow")]) == 1
+    assert cli.main(["convert", "verify", str(tmp_path / "wide"), str(tmp_path / "narrow")]) == 1
     out = capsys.readouterr().out
     few = len(set(load_file(tmp_path / "narrow/model.safetensors")[name].tolist()))
     assert (

@@ -135,7 +135,7 @@ def test_what_megatron_saves(models: tuple[Any, Any], place: Path, tmp_path: Pat
     assert {name: t.shape for name, t in ours.items()} == {name: t.shape for name, t in theirs.items()}
     assert nemotron3("convert", "to-hf", saved, tmp_path / "hf", "--workers", 1) == 0
     equal(tensors(tmp_path / "hf"), tensors(place / "hf"))
-    assert nemotron3("verify", saved, place / "hf", "--workers", 1) == 0
+    assert nemotron3("convert", "verify", saved, place / "hf", "--workers", 1) == 0
 
 
 def test_names_of_wrapped_modules(place: Path, tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_names_of_wrapped_modules(place: Path, tmp_path: Path) -> None:
         return name.replace("s.vision.", "s.vision.module.")
 
     other = folders.renamed(place / "megatron/release", tmp_path / "iter_0000003", wrapped)
-    assert nemotron3("verify", other, place / "hf", "--workers", 1) == 0
+    assert nemotron3("convert", "verify", other, place / "hf", "--workers", 1) == 0
 
 
 def test_constants_of_the_release(place: Path, tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_constants_of_the_release(place: Path, tmp_path: Path) -> None:
 
     hf = folders.rewritten(place / "hf", tmp_path / "hf", as_released)
     assert nemotron3("convert", "from-hf", hf, tmp_path / "megatron", "--workers", 1) == 0
-    assert nemotron3("verify", hf, tmp_path / "megatron", "--workers", 1) == 0
+    assert nemotron3("convert", "verify", hf, tmp_path / "megatron", "--workers", 1) == 0
     assert nemotron3("convert", "to-hf", tmp_path / "megatron", tmp_path / "back", "--workers", 1) == 0
     equal(tensors(tmp_path / "back"), tensors(hf))
     # They keep their types where the weights are cast.
@@ -182,7 +182,7 @@ def test_the_language_model_alone(place: Path, tmp_path: Path) -> None:
     only = ("--only", "language", "--workers", 1)
     assert nemotron3("convert", "from-hf", place / "hf", tmp_path / "megatron", *only) == 0
     assert nemotron3("convert", "to-hf", place / "megatron", tmp_path / "hf", *only) == 0
-    assert nemotron3("verify", tmp_path / "megatron", tmp_path / "hf", "--workers", 1) == 0
+    assert nemotron3("convert", "verify", tmp_path / "megatron", tmp_path / "hf", "--workers", 1) == 0
     whole = tensors(place / "hf")
     start = "language_model."
     language = {n.removeprefix(start): t for n, t in whole.items() if n.startswith(start)}
@@ -226,6 +226,6 @@ def test_verify_finds_a_changed_encoder(
         values[name][-1, -1] += 1
 
     other = folders.rewritten(place / "hf", tmp_path / "other", change)
-    assert nemotron3("verify", place / "megatron", other, "--workers", 1) == 1
+    assert nemotron3("convert", "verify", place / "megatron", other, "--workers", 1) == 1
     out = capsys.readouterr().out
     assert f"differs      {name}: 1 of 12,288 elements, first at [191, 63]" in out

@@ -72,7 +72,7 @@ def test_what_is_read_is_the_same(
         )
         del b["nemotron3_manifest.json"]
         assert a == b and len(a) > 4
-        assert command("verify", url, tmp_path / "a", *ONE) == 0
+        assert command("convert", "verify", url, tmp_path / "a", *ONE) == 0
         for full in ([], ["--full"]):
             assert command("check", url, *full) == 0
         out, _ = capsys.readouterr()
@@ -147,8 +147,8 @@ def test_what_is_written_is_the_same(folders: Path, scheme: str, tmp_path: Path,
         assert command("convert", way, folders / name, tmp_path / way, *some) == 0
         store.get(f"{tmp_path}/there/{way}", str(tmp_path / f"{way}-back"), recursive=True)
         assert digest(tmp_path / f"{way}-back") == digest(tmp_path / way)
-        assert command("verify", f"{base}/{way}", folders / name, *ONE) == 0
-        assert command("verify", f"{base}/{way}", *ONE) == 0  # the manifest
+        assert command("convert", "verify", f"{base}/{way}", folders / name, *ONE) == 0
+        assert command("convert", "verify", f"{base}/{way}", *ONE) == 0  # the manifest
         assert command("check", f"{base}/{way}", "--full") == 0
         capsys.readouterr()
         assert command("convert", way, folders / name, f"{base}/{way}", *some) == 2
@@ -185,13 +185,16 @@ def test_an_interrupted_upload(
     before = len(made)
     monkeypatch.setattr(upload, "write_parts", lambda *a, **k: (made.append(a), write_parts(*a, **k))[1])
     assert command(*some) == 0
-    assert command("verify", url, folders / "run", *ONE) == 0 and command("verify", url, *ONE) == 0
+    assert (
+        command("convert", "verify", url, folders / "run", *ONE) == 0
+        and command("convert", "verify", url, *ONE) == 0
+    )
     total = len([n for n in fsspec.filesystem("memory").ls(f"/half/{files}", detail=False) if "model-" in n])
     assert len(made) - before == total - files > 0
 
 
 def test_generate_from_a_url(folders: Path, capsys: Capture) -> None:
-    words = ("--checkpoint", "memory://bucket/hf", "--prompt", "a", "--device", "cpu")
+    words = ("memory://bucket/hf", "--prompt", "a", "--device", "cpu")
     assert command("generate", *words) == 2
     assert "memory://bucket/hf: no tokenizer found" in capsys.readouterr().err
 
@@ -217,7 +220,7 @@ def cache(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 def test_an_id_is_found_in_the_cache(cache: Path, tmp_path: Path, capsys: Capture) -> None:
     name = "nvidia/NVIDIA-Nemotron-3-Nano"
     assert command("convert", "from-hf", name, tmp_path / "out", *ONE) == 0
-    assert command("verify", name, tmp_path / "out", *ONE) == 0
+    assert command("convert", "verify", name, tmp_path / "out", *ONE) == 0
     next(cache.glob("blobs/*.safetensors")).unlink()  # an interrupted download
     for missing in (name, "nvidia/other"):
         assert command("check", missing) == 2

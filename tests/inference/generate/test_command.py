@@ -52,7 +52,7 @@ def test_a_text_and_a_last_line(folders_with_text: Folders, capsys: Capture, wor
     f = folders_with_text
     tokenizer = Tokenizer(f.tokenizer)
     [tokens] = expected(f.megatron, tokenizer, [PROMPT], 24)
-    out = run(capsys, "--checkpoint", f.run, "--prompt", PROMPT, "--max-new-tokens", 24, *words)
+    out = run(capsys, f.run, "--prompt", PROMPT, "--max-new-tokens", 24, *words)
     text = tokenizer.decode(tokens)
     assert max(tokens) < TOKENS and out.startswith(text)
     last = out.removeprefix(text).removeprefix("\n")
@@ -60,6 +60,32 @@ def test_a_text_and_a_last_line(folders_with_text: Folders, capsys: Capture, wor
     if "--draft" in words:
         line += rf", acceptance length [1-9]\.\d\d of at most {int(words[1]) + 1}"
     assert re.fullmatch(line + "\n", last)
+
+
+def test_show_of_a_folder(folders_with_text: Folders, capsys: Capture) -> None:
+    f = folders_with_text
+    for folder, vocabulary in ((f.run, small_config().vocab_size), (f.hf, small_config().vocab_size)):
+        assert cli.main(["show", str(folder), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)["config"]
+        assert found["pattern"] == "M*E" and found["num_moe_experts"] == 8, folder
+        assert found["vocab_size"] == vocabulary
+    for words, message in (
+        (["show", f.hf.parent], "no checkpoint"),
+        (["show", f.hf, "--tiny"], "drop it"),
+        (["flags", f.hf], "is a folder: give a name of the catalog or JSON"),
+    ):
+        assert cli.main([str(word) for word in words]) == 2
+        out, err = capsys.readouterr()
+        assert message in err and err.count("\n") == 1 and out == ""
+
+
+def test_a_name_of_the_catalog_goes_before_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    (tmp_path / "super").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["show", "super"]) == 0 and "Super 120B" in capsys.readouterr().out
+    assert cli.main(["show", "./super"]) == 2 and "no checkpoint" in capsys.readouterr().err
 
 
 def test_every_kind_of_folder(folders_with_text: Folders, capsys: Capture, tmp_path: Path) -> None:
@@ -70,7 +96,7 @@ def test_every_kind_of_folder(folders_with_text: Folders, capsys: Capture, tmp_p
     iteration = next(p for p in f.megatron.iterdir() if p.is_dir())
     asked = ["--prompt", PROMPT, "--max-new-tokens", 8, "--json"]
     texts = [
-        json.loads(run(capsys, "--checkpoint", place, *asked))["texts"]
+        json.loads(run(capsys, place, *asked))["texts"]
         for place in (f.run, f.megatron, iteration, f.hf, moved)
     ]
     with pytest.raises(ValueError):
@@ -78,13 +104,13 @@ def test_every_kind_of_folder(folders_with_text: Folders, capsys: Capture, tmp_p
     # A Hugging Face folder states the size of the vocabulary, so nothing is taken for padding there.
     del texts[3]
     assert all(found == texts[0] for found in texts)
-    again = run(capsys, "--checkpoint", f.hf, "--tokenizer", f.tokenizer, *asked)
+    again = run(capsys, f.hf, "--tokenizer", f.tokenizer, *asked)
     assert len(json.loads(again)["texts"][0]["tokens"]) == 8
 
 
 def test_json(folders_with_text: Folders, capsys: Capture) -> None:
     f, prompts = folders_with_text, [PROMPT, "good, 𝄞"]
-    words = ["--checkpoint", f.run, "--prompt", prompts[0], "--prompt", prompts[1], "--max-new-tokens", 20]
+    words = [f.run, "--prompt", prompts[0], "--prompt", prompts[1], "--max-new-tokens", 20]
     plain = json.loads(run(capsys, *words, "--json"))
     tokenizer = Tokenizer(f.tokenizer)
     tokens = expected(f.megatron, tokenizer, prompts, 20)
@@ -105,7 +131,7 @@ def test_a_narrow_model_computes_in_one_thread(
 ) -> None:
     asked: list[int] = []
     monkeypatch.setattr("torch.set_num_threads", asked.append)
-    words = ["--checkpoint", folders_with_text.run, "--prompt", PROMPT, "--max-new-tokens", 1]
+    words = [folders_with_text.run, "--prompt", PROMPT, "--max-new-tokens", 1]
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     run(capsys, *words)
     assert asked == []
@@ -116,7 +142,7 @@ def test_a_narrow_model_computes_in_one_thread(
 
 def test_a_stop_text_ends_the_text(folders_with_text: Folders, capsys: Capture) -> None:
     f = folders_with_text
-    words = ["--checkpoint", f.run, "--prompt", PROMPT, "--max-new-tokens", 40, "--draft", 3]
+    words = [f.run, "--prompt", PROMPT, "--max-new-tokens", 40, "--draft", 3]
     [free] = json.loads(run(capsys, *words, "--json"))["texts"]
     stop = free["text"][9:12]
     [cut] = json.loads(run(capsys, *words, "--json", "--stop", "no such text", "--stop", stop))["texts"]
@@ -127,7 +153,7 @@ def test_a_stop_text_ends_the_text(folders_with_text: Folders, capsys: Capture) 
 
 
 def test_sampling_depends_on_its_seed(folders_with_text: Folders, capsys: Capture) -> None:
-    words = ["--checkpoint", folders_with_text.run, "--prompt", PROMPT, "--max-new-tokens", 16, "--json"]
+    words = [folders_with_text.run, "--prompt", PROMPT, "--max-new-tokens", 16, "--json"]
     draw = ["--temperature", 1.5, "--top-k", 50, "--top-p", 0.95]
     found = [
         json.loads(run(capsys, *words, *draw, "--seed", seed, "--draft", draft))["texts"]
@@ -140,7 +166,7 @@ def test_a_prompt_from_a_file(
     folders_with_text: Folders, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "prompt").write_text(PROMPT + "\n", encoding="utf-8")
-    asked = ["--checkpoint", folders_with_text.run, "--max-new-tokens", 4, "--json"]
+    asked = [folders_with_text.run, "--max-new-tokens", 4, "--json"]
     texts = [
         json.loads(run(capsys, *asked, *words))["texts"]
         for words in (["--prompt", PROMPT], ["--prompt-file", tmp_path / "prompt"])
@@ -182,34 +208,34 @@ def refused(capsys: Capture, *words: object) -> str:
     ],
 )
 def test_bad_options(folders_with_text: Folders, capsys: Capture, words: list[Any], message: str) -> None:
-    assert message in refused(capsys, "--checkpoint", folders_with_text.run, *words)
+    assert message in refused(capsys, folders_with_text.run, *words)
 
 
 def test_bad_folders(folders_with_text: Folders, capsys: Capture, tmp_path: Path) -> None:
     f = folders_with_text
     asked = ["--prompt", "a", "--max-new-tokens", 2]
-    assert "it does not exist" in refused(capsys, "--checkpoint", tmp_path / "no", *asked)
-    assert "there is no checkpoint in it" in refused(capsys, "--checkpoint", tmp_path, *asked)
+    assert "it does not exist" in refused(capsys, tmp_path / "no", *asked)
+    assert "there is no checkpoint in it" in refused(capsys, tmp_path, *asked)
     broken = tmp_path / "broken-checkpoint"
     shutil.copytree(next(p for p in f.megatron.iterdir() if p.is_dir()), broken)
     (broken / "metadata.json").unlink()
-    assert "metadata.json: the file is missing" in refused(capsys, "--checkpoint", broken, *asked)
+    assert "metadata.json: the file is missing" in refused(capsys, broken, *asked)
     bare = tmp_path / "bare"
     config = small_config(mtp=False)
     write_hf(bare, config, values=agreeing_tensors(config, 0.1), dtype="float32")
-    assert "no tokenizer found" in (message := refused(capsys, "--checkpoint", bare, *asked))
+    assert "no tokenizer found" in (message := refused(capsys, bare, *asked))
     assert "give --tokenizer DIR" in message
     # Megatron's main saves the tokenizer inside the checkpoint.
     shutil.copytree(f.tokenizer, bare / "tokenizer")
     assert CheckpointFolder(bare).tokenizer().folder == bare / "tokenizer"
-    words = ["--checkpoint", bare, "--tokenizer", f.tokenizer, *asked, "--draft", 2]
+    words = [bare, "--tokenizer", f.tokenizer, *asked, "--draft", 2]
     assert "has no MTP block to draft with: leave it out" in refused(capsys, *words)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "tokenizer.json").write_text("{}")
-    words = ["--checkpoint", f.run, "--tokenizer", tmp_path / "broken", *asked]
+    words = [f.run, "--tokenizer", tmp_path / "broken", *asked]
     assert "not a tokenizer" in refused(capsys, *words)
     large = train_tokenizer([TEXT], 700, tmp_path / "large")
-    message = refused(capsys, "--checkpoint", f.run, "--tokenizer", tmp_path / "large", *asked)
+    message = refused(capsys, f.run, "--tokenizer", tmp_path / "large", *asked)
     assert f"its {large.vocab_size} tokens are more than the 512 of" in message
 
 

@@ -111,7 +111,7 @@ def test_a_mixture(omni: OmniFolder, capsys: Capture) -> None:
     """Two pictures around a sound; the tokens depend on all three."""
     text = "what <image> is <so_embedding> it? <image>"
     expected = theirs(omni, text, images=omni.images, audio=omni.sounds[:1])
-    asked = ["--checkpoint", omni.folder, "--max-new-tokens", NEW, "--prompt", text]
+    asked = [omni.folder, "--max-new-tokens", NEW, "--prompt", text]
     words = ["--image", omni.images[0], "--audio", omni.sounds[0], "--image", omni.images[1]]
     [found] = run(capsys, *asked, *words)
     assert found["tokens"] == expected
@@ -148,7 +148,7 @@ def test_each_kind(omni: OmniFolder, capsys: Capture, text: str, media: dict[str
         words += [word for file in given.get(files, ()) for word in (f"--{option}", file)]
     words += ["--video", given["video"]] if "video" in given else []
     expected = theirs(omni, text, **given)
-    [found] = run(capsys, "--checkpoint", omni.folder, *words, "--prompt", text, "--max-new-tokens", NEW)
+    [found] = run(capsys, omni.folder, *words, "--prompt", text, "--max-new-tokens", NEW)
     assert found["tokens"] == expected
 
 
@@ -157,7 +157,7 @@ def test_a_picture_and_a_video(omni: OmniFolder, capsys: Capture) -> None:
     """transformers takes one of the two in a prompt; given the rows of both, its text is ours."""
     text = "<image> and <video> or <image>"
     words = ["--image", omni.images[0], "--image", omni.images[1], "--video", omni.videos[0]]
-    asked = ["--checkpoint", omni.folder, *words, "--max-new-tokens", NEW]
+    asked = [omni.folder, *words, "--max-new-tokens", NEW]
     [found] = run(capsys, *asked, "--prompt", text)
     reader = PromptReader(Tokenizer(omni.folder), tiny_omni(), "", template=False)
     media = tuple((str(kind).removeprefix("--"), str(file)) for kind, file in zip(words[::2], words[1::2]))
@@ -181,8 +181,8 @@ def test_a_megatron_checkpoint(omni: OmniFolder, capsys: Capture, tmp_path: Path
     capsys.readouterr()
     asked = ["--image", omni.images[1], "--audio", omni.sounds[1], "--prompt", "<image> <so_embedding>"]
     asked += ["--max-new-tokens", 12]
-    expected = run(capsys, "--checkpoint", omni.folder, *asked)
-    words = ["--checkpoint", tmp_path / "megatron", "--tokenizer", omni.folder]
+    expected = run(capsys, omni.folder, *asked)
+    words = [tmp_path / "megatron", "--tokenizer", omni.folder]
     assert run(capsys, *words, *asked) == expected
     # Another picture is another text: the encoders' weights are those of the checkpoint.
     assert run(capsys, *words, "--image", omni.images[0], *asked[2:]) != expected
@@ -195,7 +195,7 @@ def test_prompts_with_different_media(omni: OmniFolder, capsys: Capture) -> None
         ([], "what is the word"),
         (["--image", omni.images[0], "--audio", omni.sounds[0]], "<so_embedding> or <image>"),
     ]
-    asked = ["--checkpoint", omni.folder, "--max-new-tokens", NEW]
+    asked = [omni.folder, "--max-new-tokens", NEW]
     words = [word for files, text in prompts for word in (*files, "--prompt", text)]
     found = run(capsys, *asked, *words)
     assert found[0]["tokens"] == theirs(omni, prompts[0][1], omni.videos[0])
@@ -206,7 +206,7 @@ def test_prompts_with_different_media(omni: OmniFolder, capsys: Capture) -> None
 def test_bf16(omni: OmniFolder, capsys: Capture) -> None:
     words = ["--image", omni.images[0], "--audio", omni.sounds[0], "--video", omni.videos[0]]
     asked = ["--prompt", "<image> <so_embedding> <video>", "--max-new-tokens", 2, "--dtype", "bfloat16"]
-    [found] = run(capsys, "--checkpoint", omni.folder, *words, *asked)
+    [found] = run(capsys, omni.folder, *words, *asked)
     assert len(found["tokens"]) == 2
 
 
@@ -220,7 +220,7 @@ def test_all_of_a_medium_is_on_the_device(omni: OmniFolder) -> None:
 
 def test_the_chat_template(omni: OmniFolder, capsys: Capture) -> None:
     """Media come first in a message, or where the prompt names them."""
-    asked = ["--checkpoint", omni.folder, "--max-new-tokens", 8, "--image", omni.images[0]]
+    asked = [omni.folder, "--max-new-tokens", 8, "--image", omni.images[0]]
     asked += ["--audio", omni.sounds[0]]
     for message, text in (
         ("who?", "<image><so_embedding>who?"),
@@ -229,7 +229,7 @@ def test_the_chat_template(omni: OmniFolder, capsys: Capture) -> None:
         rendered = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
         plain = run(capsys, *asked, "--prompt", rendered)
         assert run(capsys, *asked, "--prompt", message, "--chat") == plain
-    words = ["--checkpoint", omni.folder, "--max-new-tokens", 8]
+    words = [omni.folder, "--max-new-tokens", 8]
     plain = run(capsys, *words, "--prompt", "<|im_start|>user\nwho?<|im_end|>\n<|im_start|>assistant\n")
     assert run(capsys, *words, "--prompt", "who?", "--chat") == plain
 
@@ -241,7 +241,7 @@ def test_chat_reads_text_only(omni: OmniFolder, capsys: Capture, monkeypatch: py
     assert cli.main(["chat", str(omni.folder), *words]) == 0
     out, err = capsys.readouterr()
     assert "not answered: " in err and "stands for a row of an encoder" in err and err.count("\n") == 1
-    asked = ["--checkpoint", omni.folder, "--max-new-tokens", 4, "--prompt", "who?", "--chat"]
+    asked = [omni.folder, "--max-new-tokens", 4, "--prompt", "who?", "--chat"]
     [expected] = run(capsys, *asked)
     assert out == expected["text"] + "\n"
 
@@ -285,7 +285,7 @@ def test_bad_media(
     for name in ("load_engine", "load_encoders"):
         monkeypatch.setattr(command, name, lambda *_, **__: pytest.fail("weights are read"))
     found = [files.get(word, word) for word in words]
-    assert message in refused(capsys, "--checkpoint", omni.folder, *found)
+    assert message in refused(capsys, omni.folder, *found)
 
 
 @pytest.mark.parametrize(
@@ -297,14 +297,12 @@ def test_a_package_of_media_is_missing(
     monkeypatch.setitem(sys.modules, package, None)
     files = {"image": omni.images, "audio": omni.sounds, "video": omni.videos}
     names = {"image": "<image>", "audio": "<so_embedding>", "video": "<video>"}
-    words = ["--checkpoint", omni.folder, f"--{kind}", files[kind][0], "--prompt", names[kind]]
+    words = [omni.folder, f"--{kind}", files[kind][0], "--prompt", names[kind]]
     message = refused(capsys, *words)
     assert f"{package} is not installed: pip install" in message and "megatron-nemotron3[omni]" in message
 
 
 def test_media_for_a_model_of_text(folders_with_text: Folders, capsys: Capture, omni: OmniFolder) -> None:
-    words = ["--checkpoint", folders_with_text.hf, "--image", omni.images[0], "--prompt", "<image>"]
+    words = [folders_with_text.hf, "--image", omni.images[0], "--prompt", "<image>"]
     assert "reads only text: leave it out" in refused(capsys, *words)
-    assert "has none: leave it out" in refused(
-        capsys, "--checkpoint", folders_with_text.hf, "--prompt", "a", "--chat"
-    )
+    assert "has none: leave it out" in refused(capsys, folders_with_text.hf, "--prompt", "a", "--chat")

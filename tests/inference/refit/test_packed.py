@@ -89,7 +89,7 @@ def test_what_no_format_holds_is_an_error_before_anything_moves(value: float) ->
 def test_what_cannot_be_packed_is_said_in_a_line(words, said, capsys, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "scales.json").write_text(json.dumps({"backbone.layers.0.mixer.in_proj.input_scale": 1.0}))
-    assert main(["refit", "super", "--tiny", "--from", "tp=2", *words]) == 2
+    assert main(["plan", "refit", "super", "--tiny", "--from", "tp=2", *words]) == 2
     found = capsys.readouterr()
     assert said in found.err and not found.out
 

@@ -155,7 +155,7 @@ def test_2048_trainers_and_2048_servers() -> None:
 
 
 def test_the_command_prints_the_plan(capsys) -> None:
-    words = ["refit", "super", "--tiny", "--from", "tp=2,ep=8,pp=4", "--to", "tp=4"]
+    words = ["plan", "refit", "super", "--tiny", "--from", "tp=2,ep=8,pp=4", "--to", "tp=4"]
     assert main(words) == 0
     assert "32 ranks" in capsys.readouterr().out
     assert main([*words, "--delta", "mtp.*"]) == 0
@@ -175,7 +175,7 @@ def test_the_command_prints_the_plan(capsys) -> None:
     ],
 )
 def test_what_cannot_be_planned_is_said_in_a_line(words: list[str], said: str, capsys) -> None:
-    assert main(["refit", "super", "--tiny", *words]) == 2
+    assert main(["plan", "refit", "super", "--tiny", *words]) == 2
     found = capsys.readouterr()
     assert said in found.err and not found.out
 

@@ -1,4 +1,4 @@
-"""`nemotron3 boost`: measure, train, measure; a start after an interrupt; and what ends before any work."""
+"""`nemotron3 train boost`: measure, train, measure; a start after an interrupt; what is refused."""
 
 from __future__ import annotations
 
@@ -38,19 +38,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folders]:
 
 def words(folders: Folders, out: Path, *more: object, source: Path | None = None) -> list[str]:
     """A command that needs no more options; the model is no tiny one of the catalog."""
-    given = ["boost", source or folders.run, "--output", out, "--device", "cpu", "--depths", 3]
-    given += [
-        "--steps",
-        4,
-        "--lr",
-        1e-2,
-        "--seq-length",
-        64,
-        "--micro-batch-size",
-        1,
-        "--global-batch-size",
-        4,
-    ]
+    given = ["train", "boost", source or folders.run, "--output", out, "--device", "cpu", "--depths", 3]
+    given += ["--steps", 4, "--lr", 1e-2, "--seq-length", 64]
+    given += ["--micro-batch-size", 1, "--global-batch-size", 4]
     return [str(word) for word in (*given, *more)]
 
 
@@ -61,7 +51,7 @@ def untrained(stopped: list[int]) -> Callable[..., int]:
         line = [str(word) for word in given]
         if line[0] != "train":
             return cli.main(line)
-        options = cli.parser("train").parse_args(line[: line.index("--")])
+        options = cli.parser(["train"]).parse_args(line[: line.index("--")])
         assert options.steps == 4 and Path(options.tokenizer).is_absolute() and f"{BOOST}=" in prefix
         assert os.environ[BOOST] == "loss=kl,temperature=1.0,mix=1.0,decay=1.0,seed=1234"
         if stopped:
@@ -82,7 +72,7 @@ def test_measured_before_and_after(
         assert cli.main(line) == 2
     monkeypatch.setattr(boost_command, "step", untrained([130]))
     with chdir(folders.run.parent):
-        assert cli.main(["boost", folders.run.name, *line[2:]]) == 130
+        assert cli.main(["train", "boost", folders.run.name, *line[3:]]) == 130
     with lock.held(tmp_path / "out", "the other one"):
         assert cli.main(line) == 2
     assert "the other one (wait for it or choose another --output)" in capsys.readouterr().err

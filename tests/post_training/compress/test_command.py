@@ -74,7 +74,7 @@ def test_measure_then_cut(place: Path, tmp_path: Path, capsys: Capture) -> None:
     assert main([*words, "--dry-run"]) == 0
     assert not (tmp_path / "out-hf").exists()
     assert main([*words, "--output", str(tmp_path / "out-hf")]) == 0
-    assert main(["verify", str(tmp_path / "out"), str(tmp_path / "out-hf")]) == 0
+    assert main(["convert", "verify", str(tmp_path / "out"), str(tmp_path / "out-hf")]) == 0
     new = json.loads((tmp_path / "out-hf/config.json").read_text())
     assert (new["eos_token_id"], new["hidden_size"], new["num_hidden_layers"]) == (11, 96, 10)
     assert (tmp_path / "out-hf/generation_config.json").exists()
@@ -105,7 +105,7 @@ def test_a_layer_of_its_own_kind(place: Path, tmp_path: Path) -> None:
     config = own_model(str(tmp_path / "a/model.json"))
     assert config.moe_layers == ((96, 6), (64, 6), (32, 6), (48, 6), (96, 6))
     assert main(["convert", "to-hf", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
-    assert main(["verify", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert main(["convert", "verify", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
 
 
 def load_strictly(folder: Path, launch: Launch) -> Any:

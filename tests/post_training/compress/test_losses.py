@@ -105,8 +105,9 @@ def test_a_layer_that_matters_keeps_its_experts(scores: Scores) -> None:
 def test_command(scores: Scores, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "scores.safetensors"
     scores.save(file)
-    words = ["search", "super", "--tiny", "--vary", "moe_ffn_hidden_size=32,64", "--budget", "params=2600k"]
+    words = ["prune", "search", "super", "--tiny"]
+    words += ["--vary", "moe_ffn_hidden_size=32,64", "--budget", "params=2600k"]
     assert cli.main([*words, "--scores", str(file)]) == 0
     assert "without --scores" not in capsys.readouterr().out
-    assert cli.main([*words[:1], "nano", *words[2:], "--scores", str(file)]) == 2
+    assert cli.main([*words[:2], "nano", *words[3:], "--scores", str(file)]) == 2
     assert "are not those of nano" in capsys.readouterr().err

@@ -189,7 +189,15 @@ def nemotron3(*words: object) -> int:
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What it writes is a model that other commands take."""
     file = tmp_path / "best.json"
-    words = ("search", "super", "--tiny", "--vary", "moe_ffn_hidden_size=32,64", "moe_router_topk=1,2")
+    words = (
+        "prune",
+        "search",
+        "super",
+        "--tiny",
+        "--vary",
+        "moe_ffn_hidden_size=32,64",
+        "moe_router_topk=1,2",
+    )
     assert nemotron3(*words, "--budget", "params=2600k", "--output", file) == 0
     out = capsys.readouterr().out
     assert "as it is" in out and "nemotron3 prune … --sizes moe_ffn_hidden_size=" in out and str(file) in out
@@ -203,7 +211,10 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     facts = json.loads(capsys.readouterr().out)
     assert facts["candidates"][0]["config"]["moe_layers"] == [list(row) for row in found.moe_layers]
     # Its own output is where the next search begins.
-    assert nemotron3("search", "--model", file, "--vary", "moe_router_topk=1", "--budget", "active=1G") == 2
+    assert (
+        nemotron3("prune", "search", "--model", file, "--vary", "moe_router_topk=1", "--budget", "active=1G")
+        == 2
+    )
     assert "give active in k, M, B, T" in capsys.readouterr().err
 
 
@@ -226,7 +237,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_bad_input(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     vary = () if "--vary" in words else ("--vary", "moe_router_topk=1")
-    assert nemotron3("search", "super", "--tiny", *vary, *words) == 2
+    assert nemotron3("prune", "search", "super", "--tiny", *vary, *words) == 2
     captured = capsys.readouterr()
     assert said in captured.err and captured.err.count("\n") == 1 and not captured.out
 

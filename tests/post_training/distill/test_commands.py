@@ -89,7 +89,7 @@ def stored(teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def store(teacher: Path, folder: Path, *words: str, code: int = 0) -> str:
     given = ["--samples", str(SAMPLES), "--topk", "40", "--seq-length", "64", "--device", "cpu"]
-    return nemotron3("logits", str(teacher), "--output", str(folder), *given, *words, code=code)
+    return nemotron3("distill", "logits", str(teacher), "--output", str(folder), *given, *words, code=code)
 
 
 @pytest.mark.full
@@ -199,9 +199,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def logits(small: Path, tmp_path: Path) -> list[str]:
-    """Words of `nemotron3 logits` for two parts of a small model; `tmp_path / "logits"` is the folder."""
+    """Words of `nemotron3 distill logits` for two parts of a small model, into `tmp_path / "logits"`."""
     given = ["--samples", str(SAMPLES), "--topk", "4", "--seq-length", "64", "--device", "cpu"]
-    return ["logits", str(small), "--output", str(tmp_path / "logits"), *given]
+    return ["distill", "logits", str(small), "--output", str(tmp_path / "logits"), *given]
 
 
 def test_a_folder_that_is_not_free(logits: list[str], tmp_path: Path, capsys: Capture) -> None:
@@ -211,9 +211,9 @@ def test_a_folder_that_is_not_free(logits: list[str], tmp_path: Path, capsys: Ca
         assert cli.main(logits) == 2
         assert "another command (wait for it or choose another --output)" in capsys.readouterr().err
     assert not output.exists()
-    assert cli.main([*logits, "--output", logits[1]]) == 2
+    assert cli.main([*logits, "--output", logits[2]]) == 2
     assert "exists and holds no stored logits: give a new --output" in capsys.readouterr().err
-    assert not (Path(logits[1]) / "manifest.json").exists()
+    assert not (Path(logits[2]) / "manifest.json").exists()
 
 
 def test_an_interrupt(
@@ -241,12 +241,13 @@ def test_an_interrupt(
 
 
 def test_a_projection_that_is_missing(logits: list[str], tmp_path: Path, capsys: Capture) -> None:
-    text, student = Path(logits[1]).with_name("text.txt"), tmp_path / "student"
+    text, student = Path(logits[2]).with_name("text.txt"), tmp_path / "student"
     words = ["--device", "cpu", "--text", str(text), "--output", str(student)]
-    words += ["--teacher", logits[1], "--distill", f"projection={tmp_path}/none"]
+    words += ["--teacher", logits[2], "--distill", f"projection={tmp_path}/none"]
     assert cli.main(["train", "nano", "--tiny", *words]) == 2
     said = capsys.readouterr().err
-    assert "/none is no file: nemotron3 xtoken STUDENT_TOKENIZER " in said and "--output FILE" in said
+    assert "/none is no file: nemotron3 distill projection STUDENT_TOKENIZER " in said
+    assert "--output FILE" in said
     assert not student.exists()
 
 

@@ -223,7 +223,7 @@ def test_wrong_lines_of_train(
 
 
 def test_no_boost_from_a_teacher(stored: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    """Neither a script, nor `nemotron3 boost`, whose check sees the environment before any work."""
+    """Neither a script, nor `nemotron3 train boost`, whose check sees the environment before any work."""
     monkeypatch.setenv(BOOST, "1")
     given = ("--nemotron3-teacher", str(stored), "--nemotron3-distill", "temperature=2")
     assert _run(*given) == 2
@@ -241,6 +241,6 @@ def test_no_boost_from_a_teacher(stored: Path, monkeypatch: pytest.MonkeyPatch, 
 )
 def test_wrong_lines_of_logits(words: list[str], said: str, tmp_path: Path, capsys: Capture) -> None:
     output = tmp_path / "logits"
-    assert cli.main(["logits", "/nowhere", "--output", str(output), *words]) == 2
+    assert cli.main(["distill", "logits", "/nowhere", "--output", str(output), *words]) == 2
     found = capsys.readouterr().err
     assert said in found and found.count("\n") == 1 and not output.exists()

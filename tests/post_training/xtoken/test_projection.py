@@ -1,4 +1,4 @@
-"""The string rules, the file of the projection, and `nemotron3 xtoken`."""
+"""The string rules, the file of the projection, and `nemotron3 distill projection`."""
 
 from __future__ import annotations
 
@@ -103,13 +103,13 @@ def _damaged(path: Path, kind: str) -> None:
 def test_a_damaged_file_is_refused(
     folders: dict[str, Path], tmp_path: Path, kind: str, capsys: Capture
 ) -> None:
-    words = ["xtoken", str(folders["packs"]), str(folders["splits"])]
+    words = ["distill", "projection", str(folders["packs"]), str(folders["splits"])]
     path = tmp_path / "p"
     assert cli.main([*words, "--output", str(path)]) == 0
     _damaged(path, kind)
     assert cli.main([*words, "--projection", str(path)]) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"nemotron3 xtoken: {path}") and len(said.splitlines()) == 1
+    assert said.startswith(f"nemotron3 distill projection: {path}") and len(said.splitlines()) == 1
 
 
 def test_the_digest_is_of_the_tokenizer(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_tokens_without_bytes_are_refused(tmp_path: Path) -> None:
 
 
 def test_command(folders: dict[str, Path], tmp_path: Path, capsys: Capture) -> None:
-    words = ["xtoken", str(folders["packs"]), str(folders["splits"])]
+    words = ["distill", "projection", str(folders["packs"]), str(folders["splits"])]
     path = tmp_path / "projection.safetensors"
     assert cli.main([*words, "--output", str(path)]) == 0
     out = capsys.readouterr().out
@@ -157,6 +157,6 @@ def test_command(folders: dict[str, Path], tmp_path: Path, capsys: Capture) -> N
 def test_bad_input(folders: dict[str, Path], more: list[str], said: str, capsys: Capture) -> None:
     import re
 
-    assert cli.main(["xtoken", str(folders["packs"]), str(folders["splits"]), *more]) == 2
+    assert cli.main(["distill", "projection", str(folders["packs"]), str(folders["splits"]), *more]) == 2
     captured = capsys.readouterr()
     assert re.search(said, captured.err) and not captured.out

@@ -45,11 +45,13 @@ def test_train(tmp_path: Path) -> None:
     _train(teacher, "--text", str(tmp_path / "teacher.jsonl"))
     own = ["--text", str(tmp_path / "student.jsonl"), "--teacher", str(teacher)]
     said = _train(student, *own, code=2)
-    assert "have different vocabularies" in said and "write a projection (nemotron3 xtoken)" in said
+    assert (
+        "have different vocabularies" in said and "write a projection (nemotron3 distill projection)" in said
+    )
     assert not (student / "train.log").exists() and not (student / "checkpoints").exists()
 
     projection = tmp_path / "projection.safetensors"
-    nemotron3("xtoken", str(student), str(teacher), "--output", str(projection))
+    nemotron3("distill", "projection", str(student), str(teacher), "--output", str(projection))
     _train(student, *own, "--distill", f"projection={projection},kind=p-kl", "--", "--log-interval", "1")
     curve = log.read(str(student / "train.log"))
     apart = [step.values["divergence"] for _, step in sorted(curve.steps.items())]
@@ -57,7 +59,9 @@ def test_train(tmp_path: Path) -> None:
     first, last = sum(apart[:5]) / 5, sum(apart[-5:]) / 5
     assert 0 < last < 0.8 * first, apart
 
-    said = nemotron3("xtoken", str(teacher), str(student), "--projection", str(projection), code=2)
+    said = nemotron3(
+        "distill", "projection", str(teacher), str(student), "--projection", str(projection), code=2
+    )
     assert "is for another tokenizer of the student" in said
 
 
@@ -72,7 +76,7 @@ def test_two_teachers(tmp_path: Path) -> None:
         _train(tmp_path / name, "--text", str(tmp_path / f"{name}.jsonl"), steps=2)
         if not both:  # refused, but its tokenizer is there then
             _train(student, *text, "--teacher", teacher, code=2)
-        nemotron3("xtoken", str(student), teacher, "--output", projection)
+        nemotron3("distill", "projection", str(student), teacher, "--output", projection)
         both += ["--teacher", teacher, "--distill", f"{how},projection={projection}"]
     megatron = ["--", "--log-interval", "1", "--save-interval", "2"]
     step = interrupted(student, *_words(student, 40), *text, *both, "--pp", "2", *megatron)

@@ -58,7 +58,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(place: Path, engine: str = "engine.pt", *more: str, trainer: str = "trainer.pt") -> int:
     return main(
         [
-            *("bisect", "--checkpoint", str(place / "hf")),
+            *("bisect", str(place / "hf")),
             *("--trainer", str(place / trainer), "--engine", str(place / engine), *more),
         ]
     )
@@ -138,6 +138,6 @@ def test_tokens_outside_the_vocabulary(place: Path, capsys: Capture) -> None:
     assert "token id 300 is outside the vocabulary of" in capsys.readouterr().err
     assert run(place, "engine.pt", "--first", "0") == 2
     assert "--first 0: give 1 or more" in capsys.readouterr().err
-    assert main(["bisect", "--checkpoint", "nowhere", "--trainer", str(place / "trainer.pt"), "--engine",
+    assert main(["bisect", "nowhere", "--trainer", str(place / "trainer.pt"), "--engine",
                  str(place / "engine.pt")]) == 2  # fmt: skip
     assert "nowhere" in capsys.readouterr().err

@@ -192,7 +192,7 @@ def test_memory_of_the_command_at_the_real_widths_of_super(tmp_path: Path) -> No
     both = str(tmp_path / "both.pt")
     used = watch(
         [
-            *(sys.executable, "-m", "megatron_nemotron3", "bisect", "--checkpoint", str(tmp_path / "hf")),
+            *(sys.executable, "-m", "megatron_nemotron3", "bisect", str(tmp_path / "hf")),
             *("--trainer", both, "--engine", both),
         ],
         environment={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 from megatron_nemotron3.train.data import train_tokenizer
 from megatron_nemotron3.train.data.conversations import Encoder, read_conversations
+from megatron_nemotron3.train.data.forms import Findings
 from megatron_nemotron3.train.data.packing import PackedConversations, first_fit
 
 TURNS = (
@@ -74,12 +77,132 @@ def test_the_prompt_of_a_thought(tmp_path: Path) -> None:
     (chat,) = read_conversations(write_lines(tmp_path / "c.jsonl", [{"messages": CHAT[:2]}]))
     found = encoder.encode(chat)
     said = encoder.tokenizer.decode([i for i, mine in zip(found.ids, found.trained) if mine])
-    assert said in ("</think>yes, 2<|end|>\n", "/think>yes, 2<|end|>\n")
+    assert said == "<think></think>yes, 2<|end|>\n"
     (chat,) = read_conversations(write_lines(tmp_path / "c.jsonl", [{"messages": CHAT}]))
-    with pytest.raises(ValueError, match=r"c.jsonl:1: message 2 reads differently once others follow it"):
-        encoder.encode(chat)
+    text, spans = encoder.text(chat)
+    assert [text[start:end] for start, end in spans] == ["yes, 2<|end|>\n", "<think></think>3 pears<|end|>\n"]
     with pytest.raises(ValueError, match="has no chat template"):
         Encoder(write_tokenizer(tmp_path / "none", None))
+
+
+#: As templates of Nemotron 3: thoughts of earlier turns are dropped, and prompts begin a thought.
+FAMILY = (
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% set drop = truncate_history_thinking if truncate_history_thinking is defined else True %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant\n[[{% set c = m.content %}"
+    "{% if m.reasoning_content %}{% set c = '<think>\n' ~ m.reasoning_content ~ '\n</think>\n' ~ c %}"
+    "{% elif '</think>' not in c %}{% set c = '<think></think>' ~ c %}{% endif %}"
+    "{% if drop and loop.index0 < ns.last %}{% set c = '<think></think>' ~ c.split('</think>')[-1] %}"
+    "{% endif %}"
+    "{{ c | trim }}{% for t in m.tool_calls or [] %}<tool_call>{{ t.function.name }}"
+    "{% for k, v in t.function.arguments|items %}<{{ k }}>{{ v }}{% endfor %}{% endfor %}<|im_end|>\n]]"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}{# tools #}"
+)
+CALL = {"id": "1", "type": "function", "function": {"name": "rain", "arguments": '{"city": "Oslo"}'}}
+TOLD = [
+    say("user", "2 apples?"),
+    {**say("assistant", "4 pears"), "reasoning_content": "2 and 2"},
+    say("user", "rain?"),
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "1", "content": "light"},
+    say("assistant", "<think>\nlight\n</think>\nyes"),
+]
+AS_OBJECT = {**CALL, "function": {"name": "rain", "arguments": {"city": "Oslo"}}}
+EXPECTED = [*TOLD[:3], {**TOLD[3], "content": "", "tool_calls": [AS_OBJECT]}, *TOLD[4:]]
+ASKED = [say("user", "2 apples?"), say("assistant", "yes")]
+PARTS = [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in ASKED]
+SHAREGPT = [{"from": "human", "value": "2 apples?"}, {"from": "gpt", "value": "yes"}]
+#: A row, its messages as transformers takes them, and the assistant's that are trained.
+FORMS_OF_ROWS = [
+    ({"messages": TOLD, "tools": [{"type": "function"}]}, EXPECTED, None),
+    ({"messages": PARTS}, ASKED, None),
+    ({"conversations": SHAREGPT, "id": 3}, ASKED, None),
+    ({"instruction": "2", "input": "apples?", "output": "yes"}, [say("user", "2\napples?"), ASKED[1]], None),
+    ({"prompt": "2 apples?", "completion": "yes"}, ASKED, None),
+    ({"prompt": CHAT[:3], "completion": CHAT[3:]}, CHAT, [1]),
+    ({"messages": [CHAT[0], {**CHAT[1], "weight": 0}, *CHAT[2:]]}, CHAT, [1]),
+    ({"messages": TOLD, "chat_template_kwargs": {"truncate_history_thinking": False}}, EXPECTED, None),
+]
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_every_form_has_the_mask_of_transformers(tmp_path: Path, as_list: bool) -> None:
+    """The mask of the same template, marked by hand; without the messages of weight 0."""
+    special = ["<|im_start|>", "<|im_end|>", "<think>", "</think>"]
+    train_tokenizer(
+        ["2 apples? 4 pears yes rain Oslo assistant user " * 9], 330, tmp_path / "t", special=special
+    )
+    encoder = Encoder(_with(tmp_path / "t", FAMILY.replace("[[", "").replace("]]", "")))
+    marked = FAMILY.replace("[[", "{% generation %}").replace("]]", "{% endgeneration %}")
+    of_marks = Encoder(_with(tmp_path / "t", marked))
+    path = tmp_path / "c.json"
+    if as_list:
+        path.write_text(json.dumps([row for row, _, _ in FORMS_OF_ROWS], indent=1))
+    else:
+        write_lines(path, [row for row, _, _ in FORMS_OF_ROWS])
+    findings = Findings()
+    found = list(read_conversations(path, findings=findings))
+    for chat, (row, messages, kept) in zip(found, FORMS_OF_ROWS, strict=True):
+        expected = of_marks.tokenizer.apply_chat_template(
+            messages,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            **row.get("chat_template_kwargs", {}),
+        )
+        for one in (encoder, of_marks):
+            encoded = one.encode(chat)
+            assert encoded.ids == expected["input_ids"]
+            mask = expected["assistant_masks"]
+            turns = [list(turn) for _, turn in groupby(range(len(mask)), mask.__getitem__)]
+            turns = [turn for turn in turns if mask[turn[0]]]
+            wanted = {i for n, turn in enumerate(turns) if kept is None or n in kept for i in turn}
+            assert {i for i, mine in enumerate(encoded.trained) if mine} == wanted
+    assert any("leaves reasoning out" in remark for remark, _ in encoder.encode(found[0]).remarks)
+    assert not encoder.encode(found[-1]).remarks
+    assert findings.lines("c")[1:] == [f"c: field 'id' is not used (1 time, first {found[2].place})"]
+
+
+def _with(folder: Path, template: str) -> Path:
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template}))
+    return folder
+
+
+def test_a_token_over_the_border_of_an_answer(tmp_path: Path) -> None:
+    """All of the answer is trained, and the ids are those of a prompt and of its answer."""
+    encoder = Encoder(write_tokenizer(tmp_path / "t", TURNS.replace("|>\n", "|> ")))
+    line = {"messages": [*CHAT[:1], say("assistant", "pears")]}
+    (chat,) = read_conversations(write_lines(tmp_path / "c.jsonl", [line]))
+    found, ids = encoder.encode(chat), encoder.tokenizer
+    prompt = ids(encoder.prompt(replace(chat, messages=chat.messages[:1])))["input_ids"]
+    assert found.ids[: found.trained.index(True)] == prompt
+    assert ids.decode([i for i, mine in zip(found.ids, found.trained) if mine]).startswith("pears")
+    assert found.remarks and "went over the border" in found.remarks[0][0]
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "reason"),
+    [
+        ("{{ 'a' * 10 ** 10 }}", CHAT, "needs more than"),
+        ("{% for a in range(99999) %}{{ 'a' * 9999 }}{% endfor %}", CHAT, "writes more than"),
+        pytest.param(
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            CHAT,
+            "takes more",
+            marks=pytest.mark.full,
+        ),
+        (TURNS, [say("system", "a")] * 10**5, "100,000 messages, more than 10,000"),
+        (TURNS, [say("user", "half \ud800")], "c.jsonl:1: \\ud800 is half of a character"),
+    ],
+)  # fmt: skip
+def test_hostile_rows_and_templates_end(tmp_path: Path, template: str, messages: Any, reason: str) -> None:
+    encoder = Encoder(write_tokenizer(tmp_path / "t", template))
+    path = write_lines(tmp_path / "c.jsonl", [{"messages": messages}])
+    with pytest.raises(ValueError) as raised:
+        [encoder.encode(one) for one in read_conversations(path)]
+    assert reason in str(raised.value) and "\n" not in str(raised.value)
 
 
 def test_system_messages_begin_conversations(tmp_path: Path) -> None:
@@ -104,6 +227,21 @@ def test_wrong_lines_are_named(tmp_path: Path, line: str, message: str) -> None:
     with pytest.raises(ValueError) as raised:
         list(read_conversations(path))
     assert message in str(raised.value)
+
+
+def test_nothing_behind_a_list_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "c.json"
+    path.write_text((json.dumps([{"messages": CHAT}]) + "\n") * 2)
+    with pytest.raises(ValueError, match="c.json:1: there is more behind the list"):
+        list(read_conversations(path))
+
+
+def test_of_many_unknown_fields_few_are_named(tmp_path: Path) -> None:
+    row = {"messages": CHAT, **{f"{i}{'a' * 999}": 1 for i in range(99)}}
+    findings = Findings()
+    list(read_conversations(write_lines(tmp_path / "c.jsonl", [row]), findings=findings))
+    said = findings.lines("c")
+    assert len(said) == 22 and max(map(len, said)) < 999 and "(79 times, first " in said[-1]
 
 
 def test_first_fit() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_nemotron3.train.data import read_texts
+from megatron_nemotron3.train.data import default_split, read_texts, split_documents
 from megatron_nemotron3.train.data.text import _pieces
 
 
@@ -125,13 +125,28 @@ def test_max_bytes_over_a_folder(tmp_path):
     assert not read_texts(tmp_path, max_bytes=everything.size).truncated
 
 
-def test_default_leaves_out_tests_and_site_packages(tmp_path, monkeypatch):
-    _folder(tmp_path, {"os.py": b"os", "test/t.py": b"test", "site-packages/p.py": b"p", "a.txt": b"a"})
+TABLE = b"NAMES = {\n" + b"    'Aacute': '\\xc1',  # \xc3\x81\n" * 9 + b"}\n"
+PROGRAM = b'def f(x):\n    """Say "x".\n\n    "x" is text.\n    """\n' + b"    print('a', 1)\n" * 9
+
+
+def test_default_leaves_out_tests_tables_and_other_packages(tmp_path, monkeypatch):
+    left_out = ("test/t.py", "site-packages/p.py", "encodings/ascii.py", "tkinter/__init__.py", "a.txt")
+    _folder(tmp_path, {"os.py": PROGRAM, "entities.py": TABLE} | dict.fromkeys(left_out, b"import os"))
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
-    assert read_texts().documents == ("os",)
+    assert read_texts().documents == (PROGRAM.decode(),)
+    assert TABLE.decode() in read_texts(tmp_path).documents  # a folder that is named is read whole
     shutil.rmtree(tmp_path)
     with pytest.raises(FileNotFoundError, match="pass a folder of text"):
         read_texts()
+
+
+def test_the_default_text_is_programs():
+    """Nearly every line of it is code or words, and many documents are held out."""
+    documents = read_texts(max_bytes=6_000_000).documents
+    lines = [line.strip() for document in documents for line in document.splitlines() if line.strip()]
+    assert sum(line[0] in "'0123456789" for line in lines) < 0.03 * len(lines)
+    _, held_out, _ = split_documents(default_split([len(document) for document in documents]), len(documents))
+    assert held_out is not None and 20 <= len(held_out) <= len(documents) // 9
 
 
 def test_errors_name_the_path_the_numbers_and_the_cure(tmp_path):

@@ -183,7 +183,7 @@ def test_indices_are_cached_where_the_flags_say(run):
 
 
 def test_validation_samples_of_a_run_without_evaluations() -> None:
-    """`nemotron3 logits` gives no --eval-interval."""
+    """`nemotron3 distill logits` gives no --eval-interval."""
     from megatron_nemotron3.train.pretrain_script import validation_samples
 
     assert validation_samples(argparse.Namespace(eval_interval=None), 0) == 0

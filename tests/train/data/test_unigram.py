@@ -87,13 +87,15 @@ def test_splits_are_a_partition(weights, documents):
     ("lengths", "split"),
     [
         ([1] * 1000, "98,2,0"),
-        ([1] * 10, "95,5,0"),  # round(0.98 * 10) = 10 holds out nothing, round(9.5) = 10 neither
-        ([1] * 2, "80,20,0"),
-        ([1000] * 99 + [1], "95,5,0"),  # the last document alone is too little
-        ([10_000, 1], "80,20,0"),  # nothing better exists
+        ([1] * 300, "90,10,0"),  # 6 and 15 documents are few
+        ([1] * 150, "98,2,0"),  # so are 15, and more would be over a tenth of all
+        ([1] * 10, "90,10,0"),  # round(0.98 * 10) = 10 holds out nothing, round(9.5) = 10 neither
+        ([1] * 2, "50,50,0"),
+        ([1000] * 96 + [1] * 4, "95,5,0"),  # the last two documents are too little
+        ([10_000, 1], "50,50,0"),  # nothing better exists
     ],
 )
 def test_default_split(lengths, split):
-    chosen = default_split(lengths)
-    train, valid, test = split_documents(chosen, len(lengths))
+    assert default_split(lengths) == split
+    train, valid, test = split_documents(split, len(lengths))
     assert train and valid and test is None

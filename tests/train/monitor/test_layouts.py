@@ -169,7 +169,7 @@ def test_a_warning_is_in_the_log_in_nemotron3_train_and_in_watch(
         progress.line(f"{printed}\n")
     assert line in capsys.readouterr().out.splitlines()
 
-    assert cli.main(["watch", str(tmp_path), "--output", str(tmp_path / "x.png")]) == 0
+    assert cli.main(["report", "monitors", str(tmp_path), "--output", str(tmp_path / "x.png")]) == 0
     assert line.removeprefix("megatron_nemotron3: ") in capsys.readouterr().out.splitlines()
 
 

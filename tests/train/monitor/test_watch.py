@@ -1,4 +1,4 @@
-"""`nemotron3 watch`: a picture or one clear line, never half of either."""
+"""`nemotron3 report monitors`: a picture or one clear line, never half of either."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_plots_few_and_many_lines(
 ) -> None:
     write(tmp_path, every_kind(layers, points))
     output = tmp_path / "elsewhere.png"
-    assert cli.main(["watch", str(tmp_path), "--output", str(output)]) == 0
+    assert cli.main(["report", "monitors", str(tmp_path), "--output", str(output)]) == 0
     assert output.read_bytes()[:8] == PNG
     assert f"{len(KINDS)} series of up to {layers} layers, {points} points" in capsys.readouterr().out
     assert not list(tmp_path.glob(".*"))
@@ -57,7 +57,7 @@ def test_says_what_the_warnings_would_have_said(tmp_path: Path, capsys: pytest.C
     cut = {tag: (points[:200], points[200:]) for tag, points in series.items()}
     for part in (0, 1):
         write(tmp_path, {tag: halves[part] for tag, halves in cut.items()}, suffix=f".{part}")
-    assert cli.main(["watch", str(tmp_path)]) == 0
+    assert cli.main(["report", "monitors", str(tmp_path)]) == 0
     (warning,) = (line for line in capsys.readouterr().out.splitlines() if "WARNING" in line)
     assert "MaxVio of layer 2" in warning and "Ultra" in warning
 
@@ -117,7 +117,7 @@ def test_bad_input(how: str, message: str, tmp_path: Path, capsys: pytest.Captur
     folder.mkdir()
     broken(folder, how)
     before = sorted(tmp_path.rglob("*"))
-    assert cli.main(["watch", str(folder)]) == 2
+    assert cli.main(["report", "monitors", str(folder)]) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and message in printed.err and len(printed.err.splitlines()) == 1
     assert sorted(tmp_path.rglob("*")) == before
@@ -130,6 +130,6 @@ def test_without_tensorboard(
     for name in [n for n in sys.modules if n.split(".")[0] == "tensorboard"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    assert cli.main(["watch", str(tmp_path)]) == 2
+    assert cli.main(["report", "monitors", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert "package tensorboard" in error and "pip install" in error and nothing_left(tmp_path)

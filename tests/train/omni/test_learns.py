@@ -47,7 +47,7 @@ def test_it_reads_and_hears_in_every_layout(tmp_path: Path) -> None:
     assert seeing["image"] > 0.03 > 0.01 > blind["image"]
     assert set(results["differences to one process"]) == {"colocated", "disjoint"}
     run = tmp_path / "run"
-    words = ["--checkpoint", str(run / "checkpoints"), "--tokenizer", str(run / "hf"), "--chat"]
+    words = [str(run / "checkpoints"), "--tokenizer", str(run / "hf"), "--chat"]
     for number in range(10):  # the first is a zero, the next a one, …
         words += ["--audio", str(run / f"held_out/{number}.wav"), "--prompt", "digit?"]
     done = run_python(["-m", "megatron_nemotron3", "generate", *words, "--max-new-tokens", "4"], ROOT)

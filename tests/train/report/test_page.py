@@ -67,6 +67,14 @@ def test_a_run_without_monitors_that_stopped(tmp_path: Path) -> None:
     assert "None was saved yet" in text and "<h2>Precision" not in text
 
 
+def test_a_loss_that_is_no_number(tmp_path: Path) -> None:
+    """Megatron leaves it out of its line; it is not the loss of an earlier step."""
+    log = run(tmp_path, 9) / "train.log"
+    log.write_text(log.read_text() + re.sub(r"lm loss: \S+ \| ", "", step(10)))
+    text = page(tmp_path)
+    assert "finished at step 10 of 10" in text and "→ nan at step 10" in text
+
+
 def test_a_run_that_goes_on(tmp_path: Path) -> None:
     """Before its first step and after it; a line that is half written counts as none."""
     folder = run(tmp_path, 0)
@@ -78,10 +86,25 @@ def test_a_run_that_goes_on(tmp_path: Path) -> None:
 
 
 def test_event_files_of_a_stock_script(tmp_path: Path) -> None:
-    """Without our log, losses and rates come from the event files."""
-    series = {"lm loss": [(1, 8.0), (2, 7.0)], "learning-rate": [(1, 1e-3), (2, 2e-3)]}
-    write(tmp_path, series)
-    assert pictures(page(tmp_path))[:2] == ["Losses", "Learning rate"]
+    """Without our log, losses, rates and the state come from the event files."""
+    losses = {
+        "lm loss": [(1, 8.0), (2, 7.0)],
+        "lm loss validation": [(2, 7.5)],
+        "mtp_1 loss": [(1, 8.5), (2, 7.25)],
+    }
+    write(tmp_path, {**losses, "learning-rate": [(1, 1e-3), (2, 2e-3)]})
+    text = page(tmp_path)
+    assert pictures(text)[:2] == ["Losses", "Learning rate"]
+    assert "logged up to step 2;" in text and "o step was logged" not in text
+    rows = {
+        "training loss": "8.000 → 7.000 at step 2",
+        "MTP depth 1": "7.250",
+        "held-out loss": "7.500 at step 2",
+    }
+    for name, value in rows.items():
+        assert f"<tr><th>{name}</th><td>{value}</td></tr>" in text
+    RunManifest(tmp_path).write(PARTS, None, "nemotron3 run pretrain_hybrid.py")
+    assert "stopped at step 2 of 10;" in page(tmp_path)
 
 
 def test_a_damaged_event_file_is_a_note(tmp_path: Path) -> None:
