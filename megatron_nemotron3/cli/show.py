@@ -40,8 +40,11 @@ def show_command(options: ShowOptions) -> int:
 
 def _found(which: ModelOptions) -> Nemotron3Config | OmniConfig:
     name = which.name
-    if name is None or which.model is not None or not Path(name).is_dir():
+    try:
         return chosen_omni(which) or chosen_model(which)
+    except ValueError:
+        if name is None or which.model is not None or not Path(name).is_dir():
+            raise
     from megatron_nemotron3.inference.generate.checkpoint_folder import find_checkpoint
 
     if which.tiny:

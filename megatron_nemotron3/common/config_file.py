@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_nemotron3.common.files import read_outside
+from megatron_nemotron3.common.files import printable, read_outside
 
 #: Longest file that is read, in bytes.
 LIMIT = 64 << 10
@@ -30,6 +30,8 @@ MEGATRON = "megatron"
 #: Name of the file next to a run.
 FILE = "config.yaml"
 
+#: Options whose risk is only for who types them.
+_ON_THE_LINE = ("trust-checkpoint",)
 _EMPTY, _YES, _NO = ("", "~", "null"), ("true", "yes", "on"), ("false", "no", "off")
 
 
@@ -113,7 +115,7 @@ def keys_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
     for action in parser._actions:
         long = [name[2:] for name in action.option_strings if name.startswith("--")]
         name = long[0] if long else str(action.metavar or action.dest).lower().replace("_", "-")
-        if name not in ("help", "config"):
+        if name not in ("help", "config", *_ON_THE_LINE):
             found[name] = action
     return found
 
@@ -135,15 +137,16 @@ def _plain(value: Any) -> Any:
 
 def config_text(folder: Path, given: Mapping[str, str], extra: Iterable[str], command: str) -> str:
     """The options of a run in `folder`, for a file there; comments name the command and variables."""
-    lines = [f"# {shlex.join(['nemotron3', command, '--config', str(folder / FILE)])}", f"# in {Path.cwd()}"]
+    words = ["nemotron3", command, "--config", str(folder / FILE)]
+    lines = [f"# {printable(shlex.join(words))}", f"# in {printable(str(Path.cwd()))}"]
     lines += [
         f"# with {name}={shlex.quote(value)}"
         for name, value in sorted(os.environ.items())
         if name.startswith("NEMOTRON3_") and value.isprintable()
     ]
     lines += [f"{key}: {value}" for key, value in given.items()]
-    if words := list(extra):
-        lines.append(f"{MEGATRON}: {json.dumps(words, ensure_ascii=False)}")
+    if extra := list(extra):
+        lines.append(f"{MEGATRON}: {json.dumps(extra, ensure_ascii=False)}")
     return "\n".join(lines) + "\n"
 
 
@@ -156,6 +159,8 @@ class Defaults:
         known = keys_of(parser)
         for key, entry in read_config(path).items():
             where = f"{path}:{entry.line}: "
+            if key in _ON_THE_LINE:
+                raise ValueError(f"{where}{key} is read from the command line only")
             if key == MEGATRON and "extra" in parser._defaults:
                 self.extra = entry.words
             elif key not in known:

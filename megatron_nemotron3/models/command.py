@@ -94,12 +94,15 @@ def model(text: str) -> Nemotron3Config:
             raise ValueError(
                 f"{text}: give a name of the catalog or JSON (Nemotron3Config.to_json writes it)"
             )
-        if Path(text).is_dir():
-            raise ValueError(
-                f"{text} is a folder: give a name of the catalog or JSON "
-                f"(nemotron3 show {text} prints its model)"
-            )
-        return catalog.get(text)
+        try:
+            return catalog.get(text)
+        except ValueError:
+            if Path(text).is_dir():
+                raise ValueError(
+                    f"{text} is a folder: give a name of the catalog or JSON "
+                    f"(nemotron3 show {text} prints its model)"
+                ) from None
+            raise
     file = Path(text)
     content = read_outside(file, limit=LONGEST)
     try:

@@ -59,6 +59,7 @@ def test_a_file_that_is_missing(tmp_path: Path, capsys: Capture) -> None:
         ("text: !!python/object/apply:os.system [touch ran]\nx: 1\n", "give one value"),
         ("# " + "a" * 70000, "longer than 65,536 bytes"),
         ("config: b.yaml\n", ":1: unknown option config"),
+        ("trust-checkpoint: true\n", ":1: trust-checkpoint is read from the command line only"),
     ],
 )
 def test_a_wrong_file_is_one_line(text: str, message: str, tmp_path: Path, capsys: Capture) -> None:

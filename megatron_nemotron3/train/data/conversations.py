@@ -279,7 +279,8 @@ class Encoder:
             raise ValueError(f"{place}: {problem}") from None
         for name in conversation.variables:
             if name not in self.template.source:
-                remarks.append((f"the chat template does not use {name!r} of chat_template_kwargs", place))
+                remark = "the chat template does not use a variable of chat_template_kwargs"
+                remarks.append((remark, f"{name!r:.60} in {place}"))
         if conversation.tools and "tools" not in self.template.source:
             remarks.append(("the chat template does not use tools", place))
         if skipped:

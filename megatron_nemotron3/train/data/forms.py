@@ -22,8 +22,10 @@ from megatron_nemotron3.common.output import count
 Message = dict[str, Any]
 Fields = dict[str, Any]
 
-#: Bytes of a line and of a JSON list, messages of a row, and remarks about a file.
-LINE, _LIST, _MESSAGES, _REMARKS = 16 << 20, 1 << 30, 10_000, 30
+#: Bytes of a line and of a JSON list, and messages of a row.
+LINE, _LIST, _MESSAGES = 16 << 20, 1 << 30, 10_000
+#: Remarks that name something of a file, at most.
+_REMARKS = 20
 _PARQUET = b"PAR1"
 #: A data set of the Hugging Face Hub: OWNER/NAME, and perhaps its part.
 _DATA_SET = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?")
@@ -59,9 +61,10 @@ class Findings:
     #: What is to be said -> number of conversations, and the first case.
     remarks: dict[str, tuple[int, str]] = field(default_factory=dict)
 
-    def add(self, remark: str, case: str) -> None:
-        if remark not in self.remarks and len(self.remarks) >= _REMARKS:
-            remark = "what is not listed here"
+    def add(self, remark: str, case: str, *, named: bool = False) -> None:
+        """Keep a remark; `named`: it names something of the file, so that there may be any number."""
+        if named and remark not in self.remarks and len(self.remarks) >= _REMARKS:
+            remark = "there is more of this kind"
         times, first = self.remarks.get(remark, (0, case))
         self.remarks[remark] = times + 1, first
 
@@ -170,11 +173,13 @@ def messages_of(row: Fields, form: str, place: str, findings: Findings) -> tuple
     messages = [_message(one, number) for number, one in enumerate(messages, 1)]
     findings.forms[name] += 1
     for unused in rest:
-        findings.add(f"field {unused!r:.80} is not used", place)
+        findings.add(f"field {unused!r:.60} is not used", place, named=True)
     for unknown in {key for one in messages for key in one} - _KNOWN:
-        findings.add(f"field {unknown!r:.80} of a message is only given to the chat template", place)
+        remark = f"field {unknown!r:.60} of a message is only given to the chat template"
+        findings.add(remark, place, named=True)
     for role in {one["role"] for one in messages} - {*_ROLES.values()}:
-        findings.add(f"role {role!r:.80} is only given to the chat template, and not trained", place)
+        remark = "an unknown role is only given to the chat template, and not trained"
+        findings.add(remark, f"{role!r:.60} in {place}")
     tools = _json(tools, "tools", list) or None
     return messages, tools, _json(variables, "chat_template_kwargs", dict) or {}
 
@@ -223,7 +228,7 @@ def _message(given: Any, number: int) -> Message:
     if not isinstance(content, (str, list)) or not all(isinstance(one, (str, dict)) for one in parts):
         raise ValueError(f"message {number}: content is neither a text nor a list of parts")
     if message.get("weight", 1) not in (0, 1):
-        raise ValueError(f"message {number}: weight {message['weight']!r}: give 0 or 1")
+        raise ValueError(f"message {number}: weight {message['weight']!r:.60}: give 0 or 1")
     return message
 
 
@@ -245,7 +250,7 @@ def text_of(content: Any) -> str:
     for part, text in zip(content, texts, strict=True):
         if not isinstance(text, str) or (isinstance(part, dict) and part.get("type", "text") != "text"):
             kind = part.get("type") if isinstance(part, dict) else None
-            raise ValueError(f"a part of type {kind!r}: a model of text reads only parts of type 'text'")
+            raise ValueError(f"a part of type {kind!r:.60}: a model of text reads only parts of type 'text'")
     return "".join(texts)
 
 

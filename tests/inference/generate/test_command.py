@@ -79,6 +79,15 @@ def test_show_of_a_folder(folders_with_text: Folders, capsys: Capture) -> None:
         assert message in err and err.count("\n") == 1 and out == ""
 
 
+def test_a_name_of_the_catalog_goes_before_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    (tmp_path / "super").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["show", "super"]) == 0 and "Super 120B" in capsys.readouterr().out
+    assert cli.main(["show", "./super"]) == 2 and "no checkpoint" in capsys.readouterr().err
+
+
 def test_every_kind_of_folder(folders_with_text: Folders, capsys: Capture, tmp_path: Path) -> None:
     """Also a checkpoint inside its run, and a run that was moved."""
     f = folders_with_text
