@@ -177,7 +177,8 @@ class Defaults:
         if entry.plain and word.lower() in _EMPTY:
             return
         several = repeated or action.nargs in ("+", "*")
-        if action.nargs == 0 or (action.nargs == "?" and entry.plain and word.lower() in _YES):
+        is_switch = action.nargs == "?" and entry.plain and word.lower() in (*_YES, *_NO)
+        if action.nargs == 0 or (is_switch and action.option_strings):
             if not entry.plain or word.lower() not in (*_YES, *_NO):
                 raise ValueError(f"{' '.join(entry.words)!r}: give true or false")
             value = action.default if word.lower() in _NO else action.const

@@ -183,6 +183,10 @@ def test_a_model_that_has_lost_mtp(
             "does not write the content of message 2 as it is",
         ),
         (lambda at: write_lines(at / "chats.jsonl", [{"text": "a"}]), 'chats.jsonl:1: give an object'),
+        (
+            lambda at: write_lines(at / "chats.jsonl", [{"messages": [*CHAT * 40]}]),
+            "no conversation can be trained on: 1 is longer than --seq-length 128",
+        ),
         (lambda at: write_lines(at / "tuned", [{}]), "is no fine-tuning"),
         (lambda at: shutil.rmtree(at / "hf") or inputs(at, 512), "training would drop the rest"),
     ],

@@ -129,10 +129,10 @@ def _encoded(inputs: FineTuneInputs, folder: Path) -> list[Encoded]:
             f"has {rows:,}: training would drop the rest; give the model's own tokenizer"
         )
     result: list[Encoded] = []
+    length, fitting, too_long = int(str(inputs.record["seq_length"])), 0, 0
     count = len(inputs.train) + len(inputs.held_out)
     with Bar("read conversations", "lines", count, lines=False) as bar:
         for lines in (inputs.train, inputs.held_out):
-            result = []
             for place, line in lines.items():
                 for one in parse_line(line, place, form=reading.form):
                     encoded = encoder.encode(one)
@@ -141,8 +141,20 @@ def _encoded(inputs: FineTuneInputs, folder: Path) -> list[Encoded]:
                             f"{place}: token {max(encoded.ids)} is outside the model's vocabulary of "
                             f"{rows:,}: it is another model's tokenizer"
                         )
-                    result.append(encoded)
+                    if lines is inputs.held_out:
+                        result.append(encoded)
+                    elif len(encoded.ids) > length:
+                        too_long += 1
+                    else:
+                        fitting += any(encoded.trained[1:])
                 bar.add(1)
+    longer = f"{too_long:,} {'is' if too_long == 1 else 'are'} longer than --seq-length {length:,}"
+    if not fitting:
+        raise ValueError(
+            f"no conversation can be trained on: {longer}, the others have no message of the assistant"
+        )
+    if too_long:
+        print(f"of the conversations to train on, {longer} and left out")
     if result and not any(any(one.trained) for one in result):
         raise ValueError("no held-out conversation has a message of the assistant: give --held-out FILE")
     return result

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,7 +16,15 @@ from typing import Any
 
 from megatron_nemotron3.common.switches import CONVERSATIONS, EnvironmentSetting
 from megatron_nemotron3.train.data.chat_template import RESERVED, ChatTemplate, Rendered, Span
-from megatron_nemotron3.train.data.forms import FORMS, Findings, Message, messages_of, read_rows, text_of
+from megatron_nemotron3.train.data.forms import (
+    FORMS,
+    LINE,
+    Findings,
+    Message,
+    messages_of,
+    read_rows,
+    text_of,
+)
 
 
 @dataclass(frozen=True)
@@ -66,6 +75,8 @@ class Reading:
 
 #: Characters of a text that are tokenized: more than a million tokens of words.
 _LONGEST = 6 << 20
+#: Perhaps a half of a character: as an escape, or in bytes that Python's JSON takes.
+_SURROGATE = re.compile(rb"\\u[dD]|\xed[\xa0-\xbf]")
 #: What the training processes are told.
 READING = EnvironmentSetting(CONVERSATIONS, Reading.parse)
 
@@ -109,18 +120,23 @@ def parse_line(
     line: bytes, place: str, offset: int = 0, form: str = "", findings: Findings | None = None
 ) -> Iterator[Conversation]:
     """Read the conversations of one row; `place` is what messages call it, `offset` its first byte."""
+    if len(line) > LINE:
+        raise ValueError(f"{place}: the row has more than {LINE:,} bytes: cut the conversation")
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as problem:
         raise ValueError(f"{place}: not JSON: {problem}") from None
-    if b"\\ud" in line.lower() and (half := _lone_surrogate(row)):
+    if _SURROGATE.search(line) and (half := _lone_surrogate(row)):
         raise ValueError(f"{place}: {half} is half of a character: write the whole one, or none")
     try:
         found = row if isinstance(row, dict) else {}
-        messages, tools, variables = messages_of(found, form, place, findings or Findings())
+        findings = Findings() if findings is None else findings
+        messages, tools, variables = messages_of(found, form, place, findings)
     except (TypeError, ValueError) as problem:
         raise ValueError(f"{place}: {problem}") from None
     starts = [i for i, message in enumerate(messages) if i == 0 or message["role"] == "system"]
+    if len(starts) > 1:
+        findings.add("a system message in a row begins another conversation", place)
     for part, (start, end) in enumerate(zip(starts, [*starts[1:], len(messages)], strict=True)):
         yield Conversation(messages[start:end], tools, place, offset, part, variables)
 
@@ -263,7 +279,8 @@ class Encoder:
             raise ValueError(f"{place}: {problem}") from None
         for name in conversation.variables:
             if name not in self.template.source:
-                remarks.append((f"the chat template does not use {name!r} of chat_template_kwargs", place))
+                remark = "the chat template does not use a variable of chat_template_kwargs"
+                remarks.append((remark, f"{name!r:.60} in {place}"))
         if conversation.tools and "tools" not in self.template.source:
             remarks.append(("the chat template does not use tools", place))
         if skipped:

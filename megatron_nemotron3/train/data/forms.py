@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -23,17 +24,20 @@ Fields = dict[str, Any]
 
 #: Bytes of a line and of a JSON list, and messages of a row.
 LINE, _LIST, _MESSAGES = 16 << 20, 1 << 30, 10_000
-#: What is said about a file, at most.
+#: Remarks that name something of a file, at most.
 _REMARKS = 20
 _PARQUET = b"PAR1"
 #: A data set of the Hugging Face Hub: OWNER/NAME, and perhaps its part.
 _DATA_SET = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?")
+#: A role in small letters -> the template's.
 _ROLES = {
+    **{role: role for role in ("system", "user", "assistant", "tool")},
     "human": "user",
     "gpt": "assistant",
     "model": "assistant",
     "bot": "assistant",
     "observation": "tool",
+    "function": "tool",
 }
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _KNOWN = {"role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name", "weight"}
@@ -41,7 +45,7 @@ _PAIRS = [("prompt", "completion"), ("prompt", "response"), ("question", "answer
 
 
 class RowLine(NamedTuple):
-    """A row as a line of JSON; `place` is `file:line`, for messages."""
+    """A row as a line of JSON; `place` is `file:line`, for messages. A longer one than `LINE` may be cut."""
 
     place: str
     #: First byte of the line in its file; -1 if it is no line there.
@@ -57,8 +61,9 @@ class Findings:
     #: What is to be said -> number of conversations, and the first case.
     remarks: dict[str, tuple[int, str]] = field(default_factory=dict)
 
-    def add(self, remark: str, case: str) -> None:
-        if remark not in self.remarks and len(self.remarks) >= _REMARKS:
+    def add(self, remark: str, case: str, *, named: bool = False) -> None:
+        """Keep a remark; `named`: it names something of the file, so that there may be any number."""
+        if named and remark not in self.remarks and len(self.remarks) >= _REMARKS:
             remark = "there is more of this kind"
         times, first = self.remarks.get(remark, (0, case))
         self.remarks[remark] = times + 1, first
@@ -74,7 +79,8 @@ def read_rows(path: str | os.PathLike[str]) -> Iterator[RowLine]:
     """Rows of JSON lines, a JSON list, Parquet, or a data set of the Hub."""
     name = os.fspath(path)
     found = _DATA_SET.fullmatch(name)
-    if found and not os.path.exists(name) and not name.endswith((".json", ".jsonl", ".parquet")):
+    here = any(map(os.path.lexists, (name, os.path.dirname(name))))
+    if found and not here and not name.endswith((".json", ".jsonl", ".parquet")):
         yield from _data_set(name, found[1], split=found[2] or "train")
         return
     with open_outside(name) as file:
@@ -82,17 +88,14 @@ def read_rows(path: str | os.PathLike[str]) -> Iterator[RowLine]:
         if beginning.startswith(_PARQUET):
             yield from _data_set(name, "parquet", split="train", data_files=[name])
             return
-        if beginning.lstrip()[:1] == b"[":
+        if beginning.removeprefix(BOM_UTF8).lstrip()[:1] == b"[":
             yield from _list(name)
             return
         file.seek(0)
         offset, number = 0, 1
         while line := file.readline(LINE + 1):
-            place = f"{name}:{number}"
-            if len(line) > LINE:
-                raise ValueError(f"{place}: the line has more than {LINE:,} bytes: cut the conversation")
             if line.strip():
-                yield RowLine(place, offset, line)
+                yield RowLine(f"{name}:{number}", offset, line)
             offset, number = offset + len(line), number + 1
 
 
@@ -100,7 +103,7 @@ def _list(name: str) -> Iterator[RowLine]:
     """Elements of a JSON list."""
     decoder = json.JSONDecoder()
     try:
-        text = read_outside(name, limit=_LIST).decode("utf-8")
+        text = read_outside(name, limit=_LIST).decode("utf-8-sig")
     except UnicodeDecodeError as problem:
         raise ValueError(f"{name}: not JSON: {problem}") from None
     blank = re.compile(r"\s*")
@@ -117,10 +120,7 @@ def _list(name: str) -> Iterator[RowLine]:
             value, end = decoder.raw_decode(text, at)
         except (ValueError, RecursionError) as problem:
             raise ValueError(f"{place}: not JSON: {problem}") from None
-        line = json.dumps(value).encode() + b"\n"
-        if len(line) > LINE:
-            raise ValueError(f"{place}: the row has more than {LINE:,} bytes: cut the conversation")
-        yield RowLine(place, -1, line)
+        yield RowLine(place, -1, json.dumps(value).encode() + b"\n")
         at = blank.match(text, end).end()  # type: ignore[union-attr]
         if text[at : at + 1] == ",":
             at += 1
@@ -173,9 +173,13 @@ def messages_of(row: Fields, form: str, place: str, findings: Findings) -> tuple
     messages = [_message(one, number) for number, one in enumerate(messages, 1)]
     findings.forms[name] += 1
     for unused in rest:
-        findings.add(f"field {unused!r:.60} is not used", place)
+        findings.add(f"field {unused!r:.60} is not used", place, named=True)
     for unknown in {key for one in messages for key in one} - _KNOWN:
-        findings.add(f"field {unknown!r:.60} of a message is only given to the chat template", place)
+        remark = f"field {unknown!r:.60} of a message is only given to the chat template"
+        findings.add(remark, place, named=True)
+    for role in {one["role"] for one in messages} - {*_ROLES.values()}:
+        remark = "an unknown role is only given to the chat template, and not trained"
+        findings.add(remark, f"{role!r:.60} in {place}")
     tools = _json(tools, "tools", list) or None
     return messages, tools, _json(variables, "chat_template_kwargs", dict) or {}
 
@@ -201,12 +205,10 @@ def _message(given: Any, number: int) -> Message:
     if not isinstance(given, dict) or not isinstance(given.get("role"), str):
         raise ValueError('every message is an object with "role" and "content" (or "from" and "value")')
     message = {name: value for name, value in given.items() if value is not None and value != []}
-    message["role"] = _ROLES.get(message["role"], message["role"])
+    message["role"] = _ROLES.get(message["role"].lower(), message["role"])
     if message["role"] == "function_call":  # ShareGPT's
         call = _json(message.pop("content", None), f"message {number}: function_call", dict)
         message.update(role="assistant", tool_calls=[call])
-    if message["role"] == "function":
-        message["role"] = "tool"
     if "function_call" in message:
         message["tool_calls"] = [message.pop("function_call")]
     for name in _REASONING[1:]:
@@ -252,38 +254,44 @@ def text_of(content: Any) -> str:
     return "".join(texts)
 
 
-def _system(row: Fields) -> list[Message]:
-    return [{"role": "system", "content": text}] if (text := row.pop("system", None)) else []
+def _with_system(row: Fields, messages: list[Message]) -> list[Message]:
+    """Messages behind the row's system text, if they do not begin with one of their own."""
+    first = messages[0] if messages and isinstance(messages[0], dict) else {}
+    if "system" in (first.get("role"), first.get("from")) or not (text := row.pop("system", None)):
+        return messages
+    return [{"role": "system", "content": text}, *messages]
 
 
 def _messages(row: Fields) -> list[Message]:
-    return list(row.pop("messages"))
+    return _with_system(row, row.pop("messages"))
 
 
 def _sharegpt(row: Fields) -> list[Message]:
-    return [*_system(row), *row.pop("conversations")]
+    return _with_system(row, row.pop("conversations"))
 
 
 def _alpaca(row: Fields) -> list[Message]:
     """Instruction and input are two lines of one message; `history`: pairs of texts before them."""
-    told = [*_system(row)]
+    told = []
     for asked, answered in row.pop("history", None) or ():
         told += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
     asked = [text for text in (row.pop("instruction"), row.pop("input", None)) if text]
     if not all(isinstance(text, str) for text in asked):
         raise ValueError("instruction and input: give texts")
     user = {"role": "user", "content": "\n".join(asked)}
-    return [*told, user, {"role": "assistant", "content": row.pop("output")}]
+    return _with_system(row, [*told, user, {"role": "assistant", "content": row.pop("output")}])
 
 
 def _pair(row: Fields) -> list[Message]:
-    """Texts, or lists of messages of which only those of the completion are trained."""
+    """A text or a list of messages each; of the prompt none is trained."""
     names = next(names for names in _PAIRS if names[0] in row and names[1] in row)
     prompt, completion = (row.pop(name) for name in names)
-    if isinstance(prompt, list) and isinstance(completion, list):
-        return [*({**one, "weight": 0} if isinstance(one, dict) else one for one in prompt), *completion]
-    user = {"role": "user", "content": prompt}
-    return [*_system(row), user, {"role": "assistant", "content": completion}]
+    if not isinstance(prompt, list):
+        prompt = [{"role": "user", "content": prompt}]
+    if not isinstance(completion, list):
+        completion = [{"role": "assistant", "content": completion}]
+    untrained = [{**one, "weight": 0} if isinstance(one, dict) else one for one in prompt]
+    return _with_system(row, [*untrained, *completion])
 
 
 class Form(NamedTuple):

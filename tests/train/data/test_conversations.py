@@ -123,6 +123,9 @@ FORMS_OF_ROWS = [
     ({"prompt": "2 apples?", "completion": "yes"}, ASKED, None),
     ({"prompt": CHAT[:3], "completion": CHAT[3:]}, CHAT, [1]),
     ({"messages": [CHAT[0], {**CHAT[1], "weight": 0}, *CHAT[2:]]}, CHAT, [1]),
+    ({"messages": [{**one, "role": one["role"].title()} for one in ASKED]}, ASKED, None),
+    ({"system": "4", "messages": ASKED}, [say("system", "4"), *ASKED], None),
+    ({"system": "4", "input": CHAT[:3], "output": "3 pears"}, [say("system", "4"), *CHAT], [1]),
     ({"messages": TOLD, "chat_template_kwargs": {"truncate_history_thinking": False}}, EXPECTED, None),
 ]
 
@@ -139,7 +142,7 @@ def test_every_form_has_the_mask_of_transformers(tmp_path: Path, as_list: bool) 
     of_marks = Encoder(_with(tmp_path / "t", marked))
     path = tmp_path / "c.json"
     if as_list:
-        path.write_text(json.dumps([row for row, _, _ in FORMS_OF_ROWS], indent=1))
+        path.write_text(json.dumps([row for row, _, _ in FORMS_OF_ROWS], indent=1), "utf-8-sig")
     else:
         write_lines(path, [row for row, _, _ in FORMS_OF_ROWS])
     findings = Findings()
@@ -207,7 +210,9 @@ def test_hostile_rows_and_templates_end(tmp_path: Path, template: str, messages:
 
 def test_system_messages_begin_conversations(tmp_path: Path) -> None:
     lines = [{"messages": [say("system", "a"), *CHAT, say("system", "b"), *CHAT]}, {"messages": CHAT}]
-    found = list(read_conversations(write_lines(tmp_path / "c.jsonl", lines)))
+    findings = Findings()
+    found = list(read_conversations(write_lines(tmp_path / "c.jsonl", lines), findings=findings))
+    assert [*findings.remarks] == ["a system message in a row begins another conversation"]
     assert [len(one.messages) for one in found] == [5, 5, 4]
     assert [one.place[-2:] for one in found] == [":1", ":1", ":2"]
 
@@ -236,12 +241,31 @@ def test_nothing_behind_a_list_is_dropped(tmp_path: Path) -> None:
         list(read_conversations(path))
 
 
-def test_of_many_unknown_fields_few_are_named(tmp_path: Path) -> None:
-    row = {"messages": CHAT, **{f"{i}{'a' * 999}": 1 for i in range(99)}}
+def test_what_is_not_trained_is_said_within_limits(tmp_path: Path) -> None:
+    lines: list[Any] = [{"messages": CHAT, f"{i} " * 999: 1} for i in range(40)]
+    lines.append({"messages": [*CHAT, say("bard", "x")]})
     findings = Findings()
-    list(read_conversations(write_lines(tmp_path / "c.jsonl", [row]), findings=findings))
+    list(read_conversations(write_lines(tmp_path / "c.jsonl", lines), findings=findings))
     said = findings.lines("c")
-    assert len(said) == 22 and max(map(len, said)) < 999 and "(79 times, first " in said[-1]
+    assert "c: an unknown role is only given to the chat template, and not trained (1 time, " in said[-1]
+    assert len(said) == 23 and max(map(len, said)) < 999 and "(20 times, first " in said[-2]
+    assert said[-1].endswith("first 'bard' in " + str(tmp_path / "c.jsonl:41") + ")")
+
+
+def test_halves_of_characters_in_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "c.jsonl"
+    path.write_bytes(b'{"prompt": "half \xed\xa0\x80", "completion": "x"}\n')
+    with pytest.raises(ValueError, match=r"c.jsonl:1: \\ud800 is half of a character"):
+        list(read_conversations(path))
+
+
+def test_a_missing_file_of_a_folder_is_no_data_set_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        list(read_conversations("data/chats"))
 
 
 def test_first_fit() -> None:
