@@ -23,22 +23,22 @@ PACKAGE = ROOT / NAME
 
 #: Room -> lines that it may have, in the order of imports.
 ROOMS = {
-    "common": 2480,
-    "models": 3400,
+    "common": 2890,
+    "models": 3390,
     "cpu": 1040,
     "precision": 4300,
     "layers": 4340,
-    "checkpoints": 10980,
-    "launch": 10140,
-    "boundary": 4340,
-    "train": 8830,
+    "checkpoints": 11070,
+    "launch": 10170,
+    "boundary": 4330,
+    "train": 9720,
     "specs": 260,
     "inference": 5670,
-    "post_training": 5130,
+    "post_training": 5270,
     "run": 360,
     "proof": 7430,
     "bridge": 340,
-    "cli": 1110,
+    "cli": 1250,
 }
 #: A room may be this much smaller than its budget before the budget must fall, as a share.
 SLACK = 0.03
