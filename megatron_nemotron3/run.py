@@ -76,20 +76,20 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--monitor",
         type=int,
         metavar="N",
-        help=f"iterations between measurements; 0: off (default: {MONITOR}, or as the log)",
+        help=f"interval of the monitors, in iterations; 0: off (default: {MONITOR}, or the log interval)",
     )
     parser.add_argument(
         emulation.OPTION,
-        metavar="HOW",
-        help=f"a value of {EMULATE}, as nvfp4 or nvfp4,sr=0; 0: off; may stand among ARGS, too",
+        metavar="SETTINGS",
+        help=f"value of {EMULATE}, such as nvfp4 or nvfp4,sr=0; 0: off; may also be among ARGS",
     )
     distillation.add_options(parser)
     manifest.add_change(parser)
     add_option(parser, "trust_checkpoint", trust_option(), bool)
-    text = "no document of a sequence sees another one; may stand among ARGS, too"
+    text = "separate the documents of a sequence in all layers; may also be among ARGS"
     parser.add_argument(ISOLATE, action="store_true", help=text)
-    parser.add_argument("script", metavar="SCRIPT", help="a training script of Megatron")
-    own = parser.add_argument("arguments", metavar="ARGS…", nargs=argparse.REMAINDER, help="the script's own")
+    parser.add_argument("script", metavar="SCRIPT", help="Megatron training script")
+    own = parser.add_argument("arguments", metavar="ARGS…", nargs=argparse.REMAINDER, help="its arguments")
     own.required = False  # argparse would name it next to a missing SCRIPT
 
 

@@ -40,7 +40,7 @@ SPREAD = 16
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 64, 128
 #: Hidden size at which drafts were measured to save time; narrower ones cost more (docs/measurements.md).
 _PAYS = 1024
-_MEASURED = "what is measured"
+_MEASURED = "evaluation data"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class EvaluateOptions(CheckpointOptions):
     text: str | None = text_option("default: the run's held-out data", group=_MEASURED)
     data_path: str | None = data_path_option(group=_MEASURED)
     conversations: str | None = option(
-        ".jsonl conversations (the loss of the assistant's tokens; needs --tokenizer)",
+        "conversation file; loss on the assistant's tokens (requires --tokenizer)",
         "FILE",
         one_of="text",
         group=_MEASURED,
@@ -58,11 +58,11 @@ class EvaluateOptions(CheckpointOptions):
     format: str | None = format_option(group=_MEASURED)
     chat_template_kwargs: str | None = variables_option(group=_MEASURED)
     tokens: int = option(
-        f"of the loss, at most (default {TOKENS})", "N", default=TOKENS, least=1, group=_MEASURED
+        f"maximum number of tokens (default {TOKENS})", "N", default=TOKENS, least=1, group=_MEASURED
     )
     seq_length: int | None = option("tokens per sequence (default: the model's)", "N", group=_MEASURED)
     draft: int | None = option(
-        f"tokens that MTP drafts per step (1 to K are measured; default {DRAFT}, 0: none)",
+        f"maximum number of drafted tokens per step; 1 to K are measured (default {DRAFT}, 0: none)",
         "K",
         least=0,
         most=MAX_DRAFT,
