@@ -122,7 +122,7 @@ SWITCHES = {
     LOGITS_TEACHER: Switch("checkpoint of the teacher", "a path", "", "`distill logits`"),
     SCRIPT: Switch("script that a spawned process belongs to", "a path", "", "`run`"),
     CONTROL: Switch("standard input is the control pipe of the ranks", "1", "", "`train`"),
-    PARENT: Switch("process whose end also ends a child of a rank", "a process id", "the parent", "each rank"),
+    PARENT: Switch("process whose end ends a child of a rank", "a process id", "the parent", "each rank"),
     LOCK: Switch("key of the folder lock that the ranks share", "a string", "", "`train`"),
 }
 

@@ -64,9 +64,7 @@ class TrainOptions:
     )
     format: str | None = format_option(group=_DATA)
     chat_template_kwargs: str | None = variables_option(group=_DATA)
-    isolate_documents: bool = flag(
-        "separate the documents of a sequence in all layers", group=_DATA
-    )
+    isolate_documents: bool = flag("separate the documents of a sequence in all layers", group=_DATA)
     mean: str | None = option(
         f"what the loss on --conversations is averaged over (default {MEANS[0]})", choices=MEANS, group=_DATA
     )

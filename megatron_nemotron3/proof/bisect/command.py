@@ -25,9 +25,7 @@ class BisectOptions:
     )
     trainer: Path = option("recording of the trainer", "FILE", default=NEEDED)
     engine: Path = option("recording of the inference engine", "FILE", default=NEEDED)
-    first: int | None = option(
-        "number of sequences to recompute (default: all)", "N", least=1
-    )
+    first: int | None = option("number of sequences to recompute (default: all)", "N", least=1)
     stored: StoredModelOptions
     json: bool = json_flag()
 
