@@ -182,7 +182,7 @@ _COMMANDS = (
     Command(
         "evaluate",
         "inference.generate.evaluate_command",
-        "measure the loss of each MTP depth on held-out text, and the acceptance of drafts",
+        "measure the validation loss of each MTP depth, and the acceptance of drafts",
         "runs/demo --text README.md",
     ),
 )
