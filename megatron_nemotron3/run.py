@@ -5,24 +5,24 @@
 The script runs as `__main__` with ARGS as its command line and its own folder first on the path, as
 `python SCRIPT ARGS…` would run it. The launcher adds:
 
-- Without a GPU (or with `--device cpu`) CUDA names mean the CPU (`megatron_nemotron3.cpu`).
+- Without a GPU (or with `--device cpu`) CUDA functions use the CPU (`megatron_nemotron3.cpu`).
 - With `--spec megatron_nemotron3.specs …` the run stops unless Megatron builds that stack.
-- With NEMOTRON3_BOOST only MTP's heads are trained (`megatron_nemotron3.post_training.boost`).
+- With NEMOTRON3_BOOST only the MTP heads are trained (`megatron_nemotron3.post_training.boost`).
 - With `--fp4-format` or `--fp8-format` the run stops if no linear of the model computes in that format. It
   also stops if the precision file is malformed, or if the torch backend would ignore the formats that options
   ask for.
-- With `--nemotron3-teacher` the script's model is distilled from a frozen one
-(`megatron_nemotron3.post_training.distill`).
+- With `--nemotron3-teacher` the model is distilled from a frozen teacher
+  (`megatron_nemotron3.post_training.distill`).
 - The folder of `--save` is locked until the last rank ends. Before the start the tracker of `--load` is made
   to name the last complete checkpoint (`megatron_nemotron3.checkpoints.resume`), and a schedule that Megatron
   would refuse to load is refused with the option that it needs.
-- `run.json` in the folder of `--save` says which run it is; a start with another model is refused, and one
+- `run.json` in the folder of `--save` describes the run; a start with another model is refused, and one
   with another precision, MTP, tokenizer, data set or teacher needs `--change`.
 - Processes that the script starts survive a signal to the whole process group and end when it ends; with
-  `--exit-signal-handler` Ctrl-C saves and leaves, as SIGTERM does (`common/processes.py`).
+  `--exit-signal-handler` Ctrl-C saves and exits, as SIGTERM does (`common/processes.py`).
 
 Exit code 2: the command line is wrong, the version of megatron-core is not supported, another run writes to
---save, the checkpoint to load is damaged or hostile, or Megatron built another model than requested.
+--save, the checkpoint to load is damaged or may run code, or Megatron built another model than requested.
 """
 
 from __future__ import annotations
