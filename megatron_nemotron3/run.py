@@ -5,24 +5,24 @@
 The script runs as `__main__` with ARGS as its command line and its own folder first on the path, as
 `python SCRIPT ARGS…` would run it. The launcher adds:
 
-- Without a GPU (or with `--device cpu`) CUDA names mean the CPU (`megatron_nemotron3.cpu`).
+- Without a GPU (or with `--device cpu`) CUDA functions use the CPU (`megatron_nemotron3.cpu`).
 - With `--spec megatron_nemotron3.specs …` the run stops unless Megatron builds that stack.
-- With NEMOTRON3_BOOST only MTP's heads are trained (`megatron_nemotron3.post_training.boost`).
+- With NEMOTRON3_BOOST only the MTP heads are trained (`megatron_nemotron3.post_training.boost`).
 - With `--fp4-format` or `--fp8-format` the run stops if no linear of the model computes in that format. It
   also stops if the precision file is malformed, or if the torch backend would ignore the formats that options
   ask for.
-- With `--nemotron3-teacher` the script's model is distilled from a frozen one
-(`megatron_nemotron3.post_training.distill`).
+- With `--nemotron3-teacher` the model is distilled from a frozen teacher
+  (`megatron_nemotron3.post_training.distill`).
 - The folder of `--save` is locked until the last rank ends. Before the start the tracker of `--load` is made
   to name the last complete checkpoint (`megatron_nemotron3.checkpoints.resume`), and a schedule that Megatron
   would refuse to load is refused with the option that it needs.
-- `run.json` in the folder of `--save` says which run it is; a start with another model is refused, and one
+- `run.json` in the folder of `--save` describes the run; a start with another model is refused, and one
   with another precision, MTP, tokenizer, data set or teacher needs `--change`.
 - Processes that the script starts survive a signal to the whole process group and end when it ends; with
-  `--exit-signal-handler` Ctrl-C saves and leaves, as SIGTERM does (`common/processes.py`).
+  `--exit-signal-handler` Ctrl-C saves and exits, as SIGTERM does (`common/processes.py`).
 
 Exit code 2: the command line is wrong, the version of megatron-core is not supported, another run writes to
---save, the checkpoint to load is damaged or hostile, or Megatron built another model than requested.
+--save, the checkpoint to load is damaged or may run code, or Megatron built another model than requested.
 """
 
 from __future__ import annotations
@@ -76,20 +76,20 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--monitor",
         type=int,
         metavar="N",
-        help=f"iterations between measurements; 0: off (default: {MONITOR}, or as the log)",
+        help=f"interval of the monitors, in iterations; 0: off (default: {MONITOR}, or the log interval)",
     )
     parser.add_argument(
         emulation.OPTION,
-        metavar="HOW",
-        help=f"a value of {EMULATE}, as nvfp4 or nvfp4,sr=0; 0: off; may stand among ARGS, too",
+        metavar="SETTINGS",
+        help=f"value of {EMULATE}, such as nvfp4 or nvfp4,sr=0; 0: off; may also be among ARGS",
     )
     distillation.add_options(parser)
     manifest.add_change(parser)
     add_option(parser, "trust_checkpoint", trust_option(), bool)
-    text = "no document of a sequence sees another one; may stand among ARGS, too"
+    text = "separate the documents of a sequence in all layers; may also be among ARGS"
     parser.add_argument(ISOLATE, action="store_true", help=text)
-    parser.add_argument("script", metavar="SCRIPT", help="a training script of Megatron")
-    own = parser.add_argument("arguments", metavar="ARGS…", nargs=argparse.REMAINDER, help="the script's own")
+    parser.add_argument("script", metavar="SCRIPT", help="Megatron training script")
+    own = parser.add_argument("arguments", metavar="ARGS…", nargs=argparse.REMAINDER, help="its arguments")
     own.required = False  # argparse would name it next to a missing SCRIPT
 
 

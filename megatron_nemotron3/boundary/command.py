@@ -42,17 +42,17 @@ class BoundaryOptions:
         spelling="--to",
     )
     rows: str | None = _rows(
-        "rows of each sample of a microbatch, over all lanes; N+N for several media of a sample", "N,N,…"
+        "rows per sample of a microbatch, over all lanes; N+N for several media in a sample", "N,N,…"
     )
-    samples: int | None = _rows("number of samples (default: the least possible)", "N", least=1)
-    rows_per_sample: int | None = _rows(f"rows of each sample ({ROWS_PER_SAMPLE})", "N", least=0)
+    samples: int | None = _rows("number of samples (default: the minimum)", "N", least=1)
+    rows_per_sample: int | None = _rows(f"rows per sample (default {ROWS_PER_SAMPLE})", "N", least=0)
     seq_length: int | None = _rows(
-        "tokens per sequence, if --to has cp= or sp; rows are at its start (default: the least)", "N", least=1
+        "tokens per sequence, if --to has cp= or sp; rows come first (default: the minimum)", "N", least=1
     )
-    hidden: int = _rows("width of a row (2688)", "N", default=2688, least=1)
-    dtype: str = _rows("type of the numbers (of a row; default bfloat16)", default="bfloat16", choices=DTYPES)
-    backward: bool = flag("plan of the gradients")
-    lines: int = option(f"lines of a table ({LINES})", "N", default=LINES, least=1)
+    hidden: int = _rows("row width (default 2688)", "N", default=2688, least=1)
+    dtype: str = _rows("row dtype (default bfloat16)", default="bfloat16", choices=DTYPES)
+    backward: bool = flag("plan the transfer of the gradients")
+    lines: int = option(f"number of lines per table (default {LINES})", "N", default=LINES, least=1)
     json: bool = json_flag()
 
 

@@ -53,10 +53,10 @@ class CheckOptions:
     """Options of `nemotron3 check`."""
 
     folder: Path | str = argument(
-        "a run, its checkpoints or one of them, or a Hugging Face folder", "DIR", parse=place
+        "run, its checkpoints or one of them, or a Hugging Face folder", "DIR", parse=place
     )
-    full: bool = flag("everything: read all bytes and compare CRC32s")
-    workers: int = option("processes or threads (default 4)", "N", default=4, least=1)
+    full: bool = flag("read all bytes and compare their CRC32s")
+    workers: int = option("number of processes or threads (default 4)", "N", default=4, least=1)
     json: bool = json_flag()
 
 

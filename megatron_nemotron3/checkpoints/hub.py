@@ -10,10 +10,7 @@ from megatron_nemotron3.common.options import option
 
 def push_option() -> Any:
     """--push-to-hub."""
-    return option(
-        "afterwards, upload the folder to this repository of the Hugging Face Hub; a new one is private",
-        "REPO",
-    )
+    return option("Hugging Face Hub repository to upload the result to; a new one is private", "REPO")
 
 
 def require_hub(repository: str) -> None:

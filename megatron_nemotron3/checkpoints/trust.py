@@ -93,7 +93,7 @@ _FLOAT8 = ("Float8_e4m3fn", "Float8_e5m2")
 
 def trust_option(**details: Any) -> Any:
     """--trust-checkpoint, for `trusting`."""
-    return flag("start although a checkpoint names what no checkpoint needs: it runs code", **details)
+    return flag("load a checkpoint with objects outside the allow-list, which may run code", **details)
 
 
 def trusting(trusted: bool) -> contextlib.AbstractContextManager[None]:

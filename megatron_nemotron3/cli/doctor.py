@@ -70,7 +70,7 @@ class DoctorOptions:
     """Options of `nemotron3 doctor`."""
 
     step: str | None = option(
-        "also train the tiny form of a model, a NAME or FILE, for one step", "NAME", nargs="?", const="super"
+        "also train one step of a model's smaller variant: a NAME or FILE", "NAME", nargs="?", const="super"
     )
     json: bool = json_flag()
 

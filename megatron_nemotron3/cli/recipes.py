@@ -128,8 +128,8 @@ class RecipeOptions:
     """Options of `nemotron3 recipe`."""
 
     model: str | None = argument("nano, super, ultra, omni or cpu", "MODEL", default=None)
-    name: str | None = argument("of the model, such as pretrain", "RECIPE", default=None)
-    output: Path | None = option("where to write (a copy of the recipe, of those of MODEL, or of all)", "DIR")
+    name: str | None = argument("recipe of the model, such as pretrain", "RECIPE", default=None)
+    output: Path | None = option("output folder, for a copy of the selected recipes", "DIR")
     json: bool = json_flag()
 
 

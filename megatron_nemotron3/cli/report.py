@@ -19,8 +19,8 @@ NAME = "report.html"
 class ReportOptions:
     """Options of `nemotron3 report`."""
 
-    folder: Path = argument("a run, or its checkpoints", "RUN")
-    output: Path | None = option(f"where to write (default: RUN/{NAME})", "HTML")
+    folder: Path = argument("run, or its checkpoints", "RUN")
+    output: Path | None = option(f"output file (default: RUN/{NAME})", "HTML")
     json: bool = json_flag()
 
 

@@ -45,12 +45,12 @@ class Command(NamedTuple):
 
 
 _COMMANDS = (
-    Command("show", "cli.show", "print the sizes of a model, or of a checkpoint's", "super"),
+    Command("show", "cli.show", "print the sizes of a model or of a checkpoint", "super"),
     Command("flags", "launch.command", "print Megatron's options for a model", "super --gpu h100"),
     Command(
         "explain",
         "launch.command",
-        "show where every option comes from, and what was published",
+        "show the origin of every option, and compare a launch with the published one",
         "super --tp 2 --ep 8 --dp 4",
     ),
     Command(
@@ -69,13 +69,13 @@ _COMMANDS = (
     Command(
         "plan boundary",
         "boundary.command",
-        "show which rows travel between the layouts of two modules",
+        "show the rows exchanged between the layouts of two modules",
         "--from tp=2,dp=2 --to tp=4",
     ),
     Command(
         "plan refit",
         "inference.refit.command",
-        "plan which weights a trainer's ranks send to an inference engine's",
+        "plan the weight transfer from a trainer to an inference engine",
         "super --from tp=2,ep=8,pp=4 --to tp=8",
     ),
     Command(
@@ -105,13 +105,13 @@ _COMMANDS = (
     Command(
         "run",
         "run",
-        "run a stock Megatron script, on CPU if there is no GPU",
+        "run a stock Megatron script, on a CPU if there is no GPU",
         'pretrain_hybrid.py "${ARGS[@]}"',
     ),
     Command(
         "finetune",
         "post_training.finetune.command",
-        "fine-tune a Hugging Face folder on conversations, into a Hugging Face folder",
+        "fine-tune a Hugging Face checkpoint on conversations",
         "demo-hf --conversations chats.jsonl --output tuned",
     ),
     Command(
@@ -121,11 +121,11 @@ _COMMANDS = (
         "runs/demo",
     ),
     Command("report monitors", "train.monitor.watch", "plot the monitored series of a run", "runs/demo"),
-    Command("distill", "", "prepare what a student learns from a teacher", ""),
+    Command("distill", "", "prepare a distillation", ""),
     Command(
         "distill logits",
         "post_training.distill.logits_command",
-        "store a teacher's most probable tokens for the rows of a data set",
+        "store the logits of a teacher for the rows of a data set",
         "runs/demo --output demo-logits --samples 8 --topk 16",
     ),
     Command(
@@ -157,32 +157,32 @@ _COMMANDS = (
     Command(
         "prune",
         "post_training.compress.command",
-        "measure what matters least in a checkpoint, and cut it to smaller sizes",
+        "prune a checkpoint to smaller sizes by measured importance",
         "runs/demo --text README.md --sizes mamba_num_heads=8 --output pruned",
     ),
     Command(
         "prune search",
         "post_training.compress.search_command",
-        "find the smaller forms of a model that meet a budget and lose least",
+        "search for smaller variants of a model within a budget",
         "super --budget params=75B --vary moe_ffn_hidden_size=1280,1792,2688",
     ),
     Command(
         "generate",
         "inference.generate.command",
-        "continue prompts with a checkpoint's model",
+        "generate text with the model of a checkpoint",
         'runs/demo --prompt "def main"',
     ),
-    Command("chat", "inference.generate.chat", "talk to a checkpoint's model in the terminal", "runs/demo"),
+    Command("chat", "inference.generate.chat", "chat with the model of a checkpoint", "runs/demo"),
     Command(
         "bisect",
         "proof.bisect.command",
-        "say which of a trainer and an engine deviates from their checkpoint, where, and why",
+        "find out whether a trainer or an inference engine deviates from the checkpoint, and where",
         "runs/demo --trainer trainer.pt --engine engine.pt",
     ),
     Command(
         "evaluate",
         "inference.generate.evaluate_command",
-        "measure the loss on other text by MTP depth, and how many drafts are accepted",
+        "measure the validation loss of each MTP depth, and the acceptance of drafts",
         "runs/demo --text README.md",
     ),
 )

@@ -62,14 +62,14 @@ def json_flag(**details: Any) -> Any:
 
 def workers_option(**details: Any) -> Any:
     """--workers, the number of processes or threads that read and write files."""
-    what = "processes or threads (default: one for each core, 8 at most)"
+    what = "number of processes or threads (default: one per core, at most 8)"
     return option(what, "N", default=min(8, os.cpu_count() or 1), least=1, **details)
 
 
 def device_option(**details: Any) -> Any:
     """--device, which `resolve_device` reads."""
     choices = ["auto", "cpu", "cuda"]
-    what = "where it computes (default auto: a GPU, if there is one)"
+    what = "device to run on (default auto: a GPU, if available)"
     return option(what, default="auto", choices=choices, **details)
 
 
@@ -78,28 +78,28 @@ def text_option(use: str, **details: Any) -> Any:
     return option(f"text file, .jsonl or folder ({use})", "PATH", one_of="text", **details)
 
 
-def data_path_option(data: str = "here one, without a split", **details: Any) -> Any:
+def data_path_option(data: str = "only one, without a split", **details: Any) -> Any:
     """--data-path, which excludes --text; `data`: how a data set is read."""
-    return option(f"Megatron data sets ({data})", "PREFIX", one_of="text", **details)
+    return option(f"Megatron data set ({data})", "PREFIX", one_of="text", **details)
 
 
 def tokenizer_option(default: str, **details: Any) -> Any:
     """--tokenizer, the folder of a Hugging Face tokenizer."""
-    return option(f"folder of a Hugging Face tokenizer (default: {default})", "DIR", **details)
+    return option(f"Hugging Face tokenizer folder (default: {default})", "DIR", **details)
 
 
 def config_option() -> Any:
     """--config, which the parser reads itself (`config_file`)."""
-    return option("YAML with options of this command; those of the command line count before it", "FILE")
+    return option("YAML file with options of this command; the command line takes precedence", "FILE")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrackingOptions:
     """Where the numbers of a run go besides its log."""
 
-    wandb: str | None = option("Weights & Biases: log to this project", "PROJECT", group=LOG)
+    wandb: str | None = option("Weights & Biases project to log to", "PROJECT", group=LOG)
     tensorboard: str | None = option(
-        "TensorBoard: require it, and write here (default: tensorboard/ in the run, where it is installed)",
+        "folder of TensorBoard events; requires TensorBoard (default: tensorboard/ in the run, if installed)",
         "DIR",
         nargs="?",
         const="",

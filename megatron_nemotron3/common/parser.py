@@ -101,7 +101,7 @@ class OptionParser(argparse.ArgumentParser):
         for action in self._actions:
             if not action.option_strings:
                 parts.append(f"[{action.metavar}]" if action.nargs == "?" else str(action.metavar))
-        return " ".join([*parts, *["[-- OPTION OF MEGATRON ...]"] * ("extra" in self._defaults)])
+        return " ".join([*parts, *["[-- MEGATRON ARGUMENT ...]"] * ("extra" in self._defaults)])
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         # Unknown arguments are an error here, where it is known which command they are for.

@@ -53,7 +53,7 @@ def add_set(command: argparse._ActionsContainer, script: str) -> None:
     command.add_argument(
         "--trust-script",
         action="store_true",
-        help="run the script's shell code also where this system cannot confine it (no libseccomp)",
+        help="read the script even if this system cannot confine its shell code (no libseccomp)",
     )
 
 
@@ -87,7 +87,7 @@ LAYOUT = {
     "pp": "pipeline parallel size",
     "vpp": "virtual pipeline stages per rank",
     "ep": "expert parallel size",
-    "etp": "tensor parallel size inside an expert",
+    "etp": "expert tensor parallel size",
     "cp": "context parallel size",
     "dp": "data parallel size",
 }
@@ -116,18 +116,18 @@ def register(commands: Any) -> None:
         add_launch(command, precision="bf16")
         add_published(command)
         add_option(command, "json", json_flag(), bool)
-    form = emit.add_argument_group("form of the output")
-    form.add_argument("--shell", action="store_true", help="quote for eval in a shell script")
+    form = emit.add_argument_group("output format")
+    form.add_argument("--shell", action="store_true", help="quote the options for eval in a shell")
     form.add_argument(
-        "--environment", action="store_true", help="print the variables of --gpu instead, for eval in a shell"
+        "--environment", action="store_true", help="print the variables of --gpu, for eval in a shell"
     )
-    form.add_argument("--megatron-core", metavar="VERSION", help="0.19, 0.20 or main; default: as installed")
+    form.add_argument("--megatron-core", metavar="VERSION", help="0.19, 0.20 or main (default: as installed)")
     emit.set_defaults(run=flags_command)
-    what = why.add_argument_group("what is explained")
-    what.add_argument("--argv", metavar="FILE", help="explain this script, command or YAML; -: stdin")
+    what = why.add_argument_group("input and detail")
+    what.add_argument("--argv", metavar="FILE", help="script, command or YAML file to explain; - reads stdin")
     add_set(what, "--argv")
-    what.add_argument("--full", action="store_true", help="everything: all options, not only what differs")
-    what.add_argument("--all", action="store_true", help="--full, with defaults of the installed Megatron")
+    what.add_argument("--full", action="store_true", help="print all options, not only those that differ")
+    what.add_argument("--all", action="store_true", help="as --full, with defaults of Megatron's parser")
     why.set_defaults(run=lambda options: explain_launch(options, why))
 
 
@@ -135,7 +135,7 @@ def add_launch(command: argparse.ArgumentParser, *, precision: str | None) -> No
     """Add the options of a launch, and Megatron's own after a lone `--`."""
     layout = command.add_argument_group("layout")
     for name, text in LAYOUT.items():
-        layout.add_argument(f"--{name}", type=int, metavar="N", help=f"{text} (1)")
+        layout.add_argument(f"--{name}", type=int, metavar="N", help=f"{text} (default 1)")
     schedule = command.add_argument_group("schedule")
     for option, (kind, text) in SCHEDULE.items():
         schedule.add_argument("--" + option.replace("_", "-"), type=kind, metavar="N", help=text)
@@ -150,16 +150,16 @@ def add_launch(command: argparse.ArgumentParser, *, precision: str | None) -> No
     numerics.add_argument(
         "--te-precision-config-file",
         metavar="FILE",
-        help="Megatron's file with the format of each module (nvfp4 needs it)",
+        help="Megatron precision file with the format of each module (required by nvfp4)",
     )
-    numerics.add_argument("--emulate", action="store_true", help="emulate nvfp4 or mxfp8 on any device")
+    numerics.add_argument("--emulate", action="store_true", help="emulate nvfp4 or mxfp8, on any device")
     numerics.add_argument(
         "--backend",
         choices=BACKENDS,
         default="auto",
-        help="layers of TransformerEngine, or of plain torch (default auto: as installed)",
+        help="implementation of the layers: TransformerEngine or plain torch (default auto: as available)",
     )
-    command.epilog = "More Megatron options may follow a lone --; each replaces the option of the same name."
+    command.epilog = "Megatron arguments may follow a separate --; each replaces the option of the same name."
     command.set_defaults(extra=())
 
 
@@ -168,15 +168,15 @@ def add_published(command: argparse.ArgumentParser) -> None:
     phases = ["none", *PHASES, BF16_END]
     tuned = command.add_argument_group("published options")
     tuned.add_argument(
-        "--schedule", choices=phases, default="none", help="add batch size and rates of a phase"
+        "--schedule", choices=phases, default="none", help="add the published schedule of a phase"
     )
-    tuned.add_argument("--gpu", choices=GPUS, help="type of GPU: add the options published for it")
+    tuned.add_argument("--gpu", choices=GPUS, help="GPU type; adds the options published for it")
     tuned.add_argument(
         "--without",
         metavar="OPTION",
         action="append",
         default=[],
-        help="leave out this option of --gpu (without its dashes); may be repeated",
+        help="option of --gpu to leave out, without dashes; may be repeated",
     )
 
 

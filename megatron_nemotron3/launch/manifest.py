@@ -41,7 +41,7 @@ def add_change(parser: argparse._ActionsContainer) -> None:
         action="append",
         choices=CHANGES,
         default=[],
-        help="go on in the folder with another one of these; may be repeated",
+        help="allow a change of this part when a run is continued; may be repeated",
     )
 
 

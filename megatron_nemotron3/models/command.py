@@ -32,7 +32,7 @@ LONGEST = 1 << 20
 _FIGURES = ("published_total", "published_active", "source")
 #: A model's name also names folders.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_MODEL = "a name of the catalog, or FILE.json with a model of your own"
+_MODEL = "catalog name, or FILE.json with a custom model"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,16 +40,16 @@ class ModelOptions:
     """NAME or --model, and --tiny, for `chosen_model`."""
 
     name: str | None = argument(", ".join(names()), "NAME", default=None)
-    model: str | None = option(f"{_MODEL}; instead of NAME", "MODEL")
-    tiny: bool = flag("use the small form of the model")
+    model: str | None = option(f"{_MODEL}; in place of NAME", "MODEL")
+    tiny: bool = flag("use the smaller variant of the model, for a CPU")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredModelOptions:
     """--model and --tiny of commands that read a checkpoint, for `stored_model`."""
 
-    model: str | None = option(f"{_MODEL}; default: as the checkpoint says", "MODEL")
-    tiny: bool = flag("use the small form of the model")
+    model: str | None = option(f"{_MODEL} (default: as stored in the checkpoint)", "MODEL")
+    tiny: bool = flag("use the smaller variant of the model, for a CPU")
 
 
 def names_model(options: ModelOptions | argparse.Namespace) -> bool:

@@ -42,12 +42,11 @@ class PrecisionOptions:
         spelling="--precision",
         hidden=["--format"],
     )
-    output: Path | None = option("where to write: a --te-precision-config-file", "FILE", hidden=["--yaml"])
+    output: Path | None = option("output file, for --te-precision-config-file", "FILE", hidden=["--yaml"])
     te_precision_config_file: Path | None = option(
-        "Megatron's file with the format of each module (compare it with the published)",
-        "FILE",
+        "Megatron precision file, to compare with the published formats", "FILE"
     )
-    report: Path | None = option("summary of a measured run", "DIR")
+    report: Path | None = option("run with --log-precision whose measurements to print", "DIR")
     json: bool = json_flag()
 
 

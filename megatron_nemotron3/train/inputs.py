@@ -37,15 +37,15 @@ CONVERSATION_OPTIONS = ("--sft", "--calculate-per-token-loss", "--sft-tokenizer-
 
 def format_option(**details: Any) -> Any:
     """--format, the form of the rows of conversations."""
-    return option("form of the conversations (default: found for each row)", choices=FORMS, **details)
+    return option("conversation format (default: detected per row)", choices=FORMS, **details)
 
 
 def variables_option(**details: Any) -> Any:
     """--chat-template-kwargs."""
-    return option("variables of the chat template, a JSON object; those of a row go first", "JSON", **details)
+    return option("chat template variables, a JSON object; those of a row take precedence", "JSON", **details)
 
 
-_DATA, START = "data", "where it starts"
+_DATA, START = "data", "initial weights"
 _DISTILLATION = "distillation"
 
 
@@ -53,30 +53,28 @@ _DISTILLATION = "distillation"
 class TrainOptions:
     """Options of `nemotron3 train` alone; their values are in the namespace, next to those of the launch."""
 
-    output: Path | None = option("where to write (default: runs/NAME)", "DIR")
+    output: Path | None = option("output folder (default: runs/NAME)", "DIR")
     config: str | None = config_option()
     text: str | None = option("text file, .jsonl or folder (default: Python's sources)", "PATH", group=_DATA)
-    max_bytes: int | None = option("use at most N bytes of text", "N", group=_DATA)
-    data_path: list[str] = repeated("Megatron data sets (instead of text)", "PREFIX", nargs="+", group=_DATA)
-    conversations: list[str] = repeated(
-        ".jsonl conversations (to fine-tune on)", "FILE", nargs="+", group=_DATA
-    )
+    max_bytes: int | None = option("maximum number of bytes of text", "N", group=_DATA)
+    data_path: list[str] = repeated("Megatron data sets, in place of text", "PREFIX", nargs="+", group=_DATA)
+    conversations: list[str] = repeated("conversation files to fine-tune on", "FILE", nargs="+", group=_DATA)
     tokenizer: str | None = option(
-        "folder of a Hugging Face tokenizer (for --data-path or --conversations)", "DIR", group=_DATA
+        "Hugging Face tokenizer folder (for --data-path or --conversations)", "DIR", group=_DATA
     )
     format: str | None = format_option(group=_DATA)
     chat_template_kwargs: str | None = variables_option(group=_DATA)
-    isolate_documents: bool = flag("no document of a sequence sees another one", group=_DATA)
+    isolate_documents: bool = flag("separate the documents of a sequence in all layers", group=_DATA)
     mean: str | None = option(
-        f"what the loss of --conversations is a mean over (default {MEANS[0]})", choices=MEANS, group=_DATA
+        f"what the loss on --conversations is averaged over (default {MEANS[0]})", choices=MEANS, group=_DATA
     )
     pretrained: Path | None = option(
-        "a run or checkpoints to start from if the output has none", "DIR", group=START
+        "run or checkpoint with the initial weights, if the output folder has none", "DIR", group=START
     )
     trust_checkpoint: bool = trust_option(group=START)
-    monitor: int | None = option("iterations between measurements; 0: off", "N", group=LOG)
+    monitor: int | None = option("interval of the stability monitors, in iterations; 0: off", "N", group=LOG)
     log_precision: str | None = option(
-        f"measure quantized operands every N steps (default {emulation.LOG_DEFAULT})",
+        f"measure quantization errors every N steps (default {emulation.LOG_DEFAULT})",
         "N",
         nargs="?",
         const="",
@@ -84,16 +82,16 @@ class TrainOptions:
     )
     tracking: TrackingOptions = TrackingOptions()
     teacher: list[str] = repeated(
-        "learn from the model of this checkpoint, or from logits of `nemotron3 distill logits` (repeatable)",
+        "teacher checkpoint, or logits of `nemotron3 distill logits`; may be repeated",
         "DIR",
         group=_DISTILLATION,
     )
     distill: list[str] = repeated(
-        "as kind=kl,temperature=2,weight=0.9 (once for each --teacher, or once for all)",
-        "HOW",
+        "distillation settings, such as kind=kl,temperature=2,weight=0.9; one per --teacher, or one for all",
+        "SETTINGS",
         group=_DISTILLATION,
     )
-    verbose: bool = flag("print Megatron's whole log", group=LOG)
+    verbose: bool = flag("print Megatron's full log", group=LOG)
 
 
 def require_inputs(options: argparse.Namespace) -> None:

@@ -30,7 +30,7 @@ class StoredOptions:
 
     which: StoredModelOptions = StoredModelOptions()
     lora_alpha: float | None = option("alpha of a Megatron LoRA adapter (default: as stored)", "N")
-    allow_unused: list[str] = repeated("tensors that may be left out", "GLOB")
+    allow_unused: list[str] = repeated("names of tensors that may be left out; may be repeated", "GLOB")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +38,13 @@ class MTPOptions:
     """Which MTP a Hugging Face folder is read with."""
 
     mtp_num_layers: int | None = option(
-        "depths of MTP (default: as --model, config.json or the catalog says, else the stored blocks); "
+        "number of MTP depths (default: that of --model, config.json or the catalog, else of stored blocks); "
         "0: without MTP",
         "N",
         group=_MTP,
     )
     mtp_from: Path | None = option(
-        "take MTP, which a fine-tune has lost, from this Hugging Face folder or safetensors file",
+        "Hugging Face folder or safetensors file with the MTP weights, for a fine-tuned model without them",
         "PATH",
         group=_MTP,
     )
@@ -55,25 +55,25 @@ class ConvertOptions(StoredOptions):
     """Options of both directions."""
 
     check_logits: int | None = option(
-        "afterwards, compare the logits of both sides on N tokens, layer by layer", "N"
+        "after the conversion, compare the logits of both checkpoints on N tokens, layer by layer", "N"
     )
-    adapter: Path | None = option("a LoRA adapter to put in: a folder that peft saved", "DIR", group=_LORA)
+    adapter: Path | None = option("LoRA adapter to add: a folder saved by peft", "DIR", group=_LORA)
     adapter_only: bool = False
-    merge_adapter: bool = flag("add the adapter, W + alpha / r * B A, to the weights", group=_LORA)
+    merge_adapter: bool = flag("merge the adapter into the weights: W + alpha / r * B A", group=_LORA)
     only: Literal["language"] | None = option(
         "convert the language model alone, without the encoders", group=_ENCODERS
     )
     into: Path | None = option(
-        "with --only language: write DIR, a checkpoint with encoders of the kind that is written, "
-        "with this language model in the place of its own",
+        "with --only language: checkpoint with encoders, in the output format, in which this "
+        "language model replaces the present one",
         "DIR",
         group=_ENCODERS,
     )
-    dtype: str | None = option("type of the numbers (of the weights; default: as stored)", choices=DTYPES)
-    shard_size: str = option("largest size of a file (default 5GB)", "SIZE", default="5GB")
-    allow_nonfinite: bool = flag("copy NaN and infinities")
+    dtype: str | None = option("weight dtype (default: as stored)", choices=DTYPES)
+    shard_size: str = option("maximum file size (default 5GB)", "SIZE", default="5GB")
+    allow_nonfinite: bool = flag("copy NaN and infinite values")
     json: bool = json_flag()
-    dry_run: bool = flag("print the plan and its size, and stop")
+    dry_run: bool = flag("print the plan and its size, then exit")
     workers: int = workers_option()
     #: In place of `which`; default: the model is read from the checkpoint.
     config: Nemotron3Config | OmniConfig | None = None
@@ -88,21 +88,21 @@ class ConvertOptions(StoredOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class _OfMegatron:
-    iteration: int | None = option("default: the iteration that the tracker names", "N")
-    vocab_size: int | None = option("tokens in the vocabulary (default: as stored)", "N")
+    iteration: int | None = option("iteration to convert (default: the one that the tracker names)", "N")
+    vocab_size: int | None = option("vocabulary size (default: as stored)", "N")
     reference: Path | None = option(
-        "HF folder whose tokenizer, generation files and other keys of config.json are kept (default: "
-        "those of the folder that the model comes from, and the tokenizer of the run)",
+        "Hugging Face folder whose tokenizer, generation files and other config.json keys are kept "
+        "(default: the folder that the model comes from, and the tokenizer of the run)",
         "DIR",
     )
-    from_optimizer_master: bool = flag("convert the FP32 masters of the optimizer, not the weights")
+    from_optimizer_master: bool = flag("convert the FP32 master weights of the optimizer")
     quantize: str | None = option(
         f"pack the weights for inference engines: nvfp4, fp8, or one of {', '.join(RECIPES)}",
         "RECIPE",
         group=_QUANTIZED,
     )
     input_scales: Path | None = option(
-        "scales of activations for --quantize: JSON, safetensors, or a quantized folder",
+        "activation scales for --quantize: JSON, safetensors, or a quantized checkpoint folder",
         "PATH",
         group=_QUANTIZED,
     )
@@ -112,9 +112,9 @@ class _OfMegatron:
 class ToHfOptions(ConvertOptions, _OfMegatron):
     """Options of `convert_to_hf`."""
 
-    adapter_only: bool = flag("write the LoRA adapter alone, as a folder of peft", group=_LORA)
+    adapter_only: bool = flag("write only the LoRA adapter, as a peft folder", group=_LORA)
     base_model: str | None = option(
-        "with --adapter-only: the folder or id that peft loads the base from (default: --reference)",
+        "with --adapter-only: folder or repository id of the base model for peft (default: --reference)",
         "NAME",
         group=_LORA,
     )

@@ -145,7 +145,7 @@ class Chat:
 class ChatOptions(SamplingOptions):
     """Options of `nemotron3 chat`."""
 
-    system: str | None = option("a system message, for the chat template", "TEXT")
+    system: str | None = option("system message for the chat template", "TEXT")
     max_new_tokens: int = new_tokens_option(256, "answer")
     temperature: float = temperature_option(0.7)
 

@@ -49,7 +49,7 @@ _PROMPT_LIMIT = 64 << 20
 #: Most drafts per verification, because every depth has a KV cache of its own.
 MAX_DRAFT = 32
 #: What CHECKPOINT names.
-CHECKPOINT = "a run, Megatron's or Hugging Face's folder, a URL, or the id of a repository"
+CHECKPOINT = "run, Megatron or Hugging Face checkpoint folder, URL, or Hugging Face repository id"
 _MODEL, _NEW = "model", "new tokens"
 
 
@@ -60,21 +60,19 @@ class CheckpointOptions:
     checkpoint: Path = argument(CHECKPOINT, "CHECKPOINT", parse=place)
     tokenizer: Path | None = tokenizer_option("the checkpoint's or the run's", group=_MODEL)
     device: str = device_option(group=_MODEL)
-    dtype: str | None = option(
-        "type of the numbers (of the weights; default: as stored)", choices=DTYPES, group=_MODEL
-    )
+    dtype: str | None = option("weight dtype (default: as stored)", choices=DTYPES, group=_MODEL)
     which: StoredModelOptions
 
 
 def new_tokens_option(default: int, each: str) -> Any:
     """--max-new-tokens."""
-    what = f"tokens to generate (at most, for each {each}; default {default})"
+    what = f"maximum number of new tokens per {each} (default {default})"
     return option(what, "N", default=default, least=1, group=_NEW)
 
 
 def temperature_option(default: float) -> Any:
     """--temperature."""
-    what = f"of sampling (default {default:g}; 0: the most likely token)"
+    what = f"sampling temperature (default {default:g}; 0: greedy decoding)"
     return option(what, "T", default=default, group=_NEW)
 
 
@@ -83,13 +81,13 @@ class SamplingOptions(CheckpointOptions):
     """How new tokens are chosen."""
 
     draft: int = option(
-        "tokens that MTP drafts per step (default 0: off)", "K", default=0, least=0, most=MAX_DRAFT
+        "number of tokens drafted by MTP per step (default 0: off)", "K", default=0, least=0, most=MAX_DRAFT
     )
     max_new_tokens: int = new_tokens_option(64, "prompt")
     temperature: float = temperature_option(0.0)
-    top_p: float | None = option("sample from the most likely tokens that add up to P", "P", group=_NEW)
+    top_p: float | None = option("sample from the most likely tokens of total probability P", "P", group=_NEW)
     top_k: int | None = option("sample from the K most likely tokens", "K", group=_NEW)
-    seed: int = option("of sampling (default 0; prompt i has N + i)", "N", default=0, group=_NEW)
+    seed: int = option("sampling seed (default 0; prompt i uses N + i)", "N", default=0, group=_NEW)
 
     def sampling(self) -> Sampling:
         """Raises ValueError for options that have no effect."""
@@ -107,11 +105,11 @@ class SamplingOptions(CheckpointOptions):
 class GenerateOptions(SamplingOptions):
     """Options of `nemotron3 generate`."""
 
-    prompt_file: Path | None = option("one prompt: the text of a file; - reads stdin", "FILE")
-    stop: list[str] = repeated("ends a text, like the end token", "TEXT", group=_NEW)
-    chat: bool = flag("make each prompt a user's message with the tokenizer's chat template")
+    prompt_file: Path | None = option("file with one prompt; - reads stdin", "FILE")
+    stop: list[str] = repeated("stop string, besides the end token; may be repeated", "TEXT", group=_NEW)
+    chat: bool = flag("format each prompt as a user message with the tokenizer's chat template")
     json: bool = json_flag()
-    no_stream: bool = flag("print the texts when all are complete")
+    no_stream: bool = flag("print no text before all are complete")
     #: --prompt and the options of media with their values, in order.
     ordered: list[tuple[str, str]] = field(default_factory=list)
 

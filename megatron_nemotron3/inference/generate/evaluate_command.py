@@ -38,9 +38,9 @@ DRAFT = 7
 SPREAD = 16
 #: Number of prompts for acceptance, tokens per prompt, and new tokens per prompt.
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 64, 128
-#: Hidden size at which drafts were measured to save time; narrower ones cost more (docs/measurements.md).
+#: Hidden size at which drafts were measured to save time; at 256 they cost more (docs/measurements.md).
 _PAYS = 1024
-_MEASURED = "what is measured"
+_MEASURED = "evaluation data"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class EvaluateOptions(CheckpointOptions):
     text: str | None = text_option("default: the run's held-out data", group=_MEASURED)
     data_path: str | None = data_path_option(group=_MEASURED)
     conversations: str | None = option(
-        ".jsonl conversations (the loss of the assistant's tokens; needs --tokenizer)",
+        "conversation file; loss on the assistant's tokens (requires --tokenizer)",
         "FILE",
         one_of="text",
         group=_MEASURED,
@@ -58,11 +58,11 @@ class EvaluateOptions(CheckpointOptions):
     format: str | None = format_option(group=_MEASURED)
     chat_template_kwargs: str | None = variables_option(group=_MEASURED)
     tokens: int = option(
-        f"of the loss, at most (default {TOKENS})", "N", default=TOKENS, least=1, group=_MEASURED
+        f"maximum number of tokens (default {TOKENS})", "N", default=TOKENS, least=1, group=_MEASURED
     )
     seq_length: int | None = option("tokens per sequence (default: the model's)", "N", group=_MEASURED)
     draft: int | None = option(
-        f"tokens that MTP drafts per step (1 to K are measured; default {DRAFT}, 0: none)",
+        f"maximum number of drafted tokens per step; 1 to K are measured (default {DRAFT}, 0: none)",
         "K",
         least=0,
         most=MAX_DRAFT,
@@ -284,4 +284,4 @@ def _say_acceptance(accepted: list[Generation], prompts: str, *, timed: bool) ->
         say(line, acceptance=[{**speculation_as_json(s), "tokens_per_second": rate}])
     say("acceptance length: tokens per verification, including the model's own token")
     if not timed:
-        say(f"no tokens/s: drafts save time from hidden size {_PAYS:,} on")
+        say(f"no tokens/s: in measurements drafts saved time at hidden size {_PAYS:,}, and not at 256")

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 #: Option -> its help.
 OPTIONS = {
-    "image": "a picture for the next prompt, or the only one; may be repeated, like the next two",
-    "audio": "a sound",
-    "video": "a video",
+    "image": "image for the next prompt, or for the only one; may be repeated, as --audio and --video",
+    "audio": "audio file",
+    "video": "video file",
 }
 #: Files of which one says that a folder has a processor.
 _PROCESSOR = ("processor_config.json", "preprocessor_config.json")

@@ -15,7 +15,7 @@ from megatron_nemotron3.inference.refit.shares import ENGINES
 from megatron_nemotron3.models.command import ModelOptions, chosen_model
 
 _MIB = 1 << 20
-_TRANSFER = "how the weights go"
+_TRANSFER = "transfer"
 _transfer = partial(option, group=_TRANSFER)
 
 
@@ -25,31 +25,32 @@ class RefitOptions:
 
     which: ModelOptions
     source: str = option(
-        "layout of the sender (the trainer): tp=,pp=,vpp=,ep=,etp=,cp=,dp=; dp is by default the "
-        "least that holds the experts",
+        "trainer layout: tp=,pp=,vpp=,ep=,etp=,cp=,dp= (default dp: the minimum that holds the experts)",
         "LAYOUT",
         default=NEEDED,
         spelling="--from",
     )
     target: str = option(
-        "layout of the receiver (the servers): tp=,pp=,dp=,ep=,replicas=,mtp=,fp32_router=, as the "
-        "engine counts them; mtp=0 leaves MTP out, fp32_router=1 sends routers in FP32",
+        "server layout, as the engine counts it: tp=,pp=,dp=,ep=,replicas=,mtp=,fp32_router=; "
+        "mtp=0 leaves MTP out, fp32_router=1 sends router weights in FP32",
         "LAYOUT",
         default=NEEDED,
         spelling="--to",
     )
     engine: str = _transfer("inference engine (default vllm)", default="vllm", choices=ENGINES)
-    dtype: str = _transfer("type of the numbers (bfloat16)", default="bfloat16", choices=DTYPES)
+    dtype: str = _transfer("weight dtype (default bfloat16)", default="bfloat16", choices=DTYPES)
     quantize: str | None = _transfer(
-        "pack the weights for inference engines (engine hf): nvfp4, fp8, fp8-blockwise, or a full name",
+        "pack the weights for inference engines (engine hf): nvfp4, fp8, fp8-blockwise, or a recipe name",
         "RECIPE",
     )
     input_scales: Path | None = _transfer(
-        "scales of activations for --quantize: JSON, safetensors, or a quantized folder", "PATH"
+        "activation scales for --quantize: JSON, safetensors, or a quantized checkpoint", "PATH"
     )
-    colocated: bool = flag("trainer and server of the same number are one process", group=_TRANSFER)
-    buffer: int = _transfer("most that a rank sends in a step (256)", "MIB", default=256, least=1)
-    delta: str | None = _transfer('only tensors with such Hugging Face names, as "mtp.*"', "PATTERN")
+    colocated: bool = flag("trainer rank r and server rank r are one process", group=_TRANSFER)
+    buffer: int = _transfer("maximum size sent per rank and step (default 256)", "MIB", default=256, least=1)
+    delta: str | None = _transfer(
+        'plan only tensors whose Hugging Face names match, such as "mtp.*"', "PATTERN"
+    )
     json: bool = json_flag()
 
 

@@ -29,9 +29,11 @@ class PlanOptions:
     """Options of `nemotron3 plan`."""
 
     which: ModelOptions
-    gpus: int = option("GPUs of the whole job", "N", default=NEEDED, least=1, most=MOST_GPUS)
-    gpu: str = option("type of GPU: memory, rates and NVLink are its", default=NEEDED, choices=GPUS)
-    nvlink_domain: int | None = option("GPUs that NVLink joins (default: its)", "N")
+    gpus: int = option("number of GPUs of the whole job", "N", default=NEEDED, least=1, most=MOST_GPUS)
+    gpu: str = option("GPU type, for memory, rates and NVLink", default=NEEDED, choices=GPUS)
+    nvlink_domain: int | None = option(
+        "number of GPUs in an NVLink domain (default: that of the GPU type)", "N"
+    )
     seq_length: int | None = _training("tokens per sequence (default: the model's)", "N", hidden=["--seq"])
     global_batch_size: int | None = _training(
         f"sequences per step (default: as published, or {BATCH})", "N", hidden=["--gbs"]
@@ -40,12 +42,11 @@ class PlanOptions:
         "number format of the linear layers (default bf16)", default="bf16", choices=PRECISIONS
     )
     dispatcher: str | None = _training(
-        "how tokens are sent to experts (default: as published for the GPU; with --plain: alltoall)",
-        choices=DISPATCHERS,
+        "token dispatcher (default: as published for the GPU; with --plain: alltoall)", choices=DISPATCHERS
     )
-    plain: bool = flag("without the performance options published for the GPU", group="training")
+    plain: bool = flag("leave out the performance options published for the GPU", group="training")
     best: int = option(
-        "how many layouts or candidates to print (5)", "N", default=5, group="output", least=1, most=1000
+        "number of layouts to print (default 5)", "N", default=5, group="output", least=1, most=1000
     )
     json: bool = json_flag(group="output")
 

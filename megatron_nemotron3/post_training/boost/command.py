@@ -40,36 +40,36 @@ DEPTHS = 5
 
 
 _DEFAULT = Boost(mix=1.0)
-_head = partial(option, group="the heads")
+_head = partial(option, group="MTP heads")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BoostOptions:
     """Options of `nemotron3 train boost`, but for those of a launch."""
 
-    checkpoint: Path = argument("a run, Megatron's or Hugging Face's folder", "CHECKPOINT")
-    output: Path = option("where to write (a folder)", "DIR", default=NEEDED)
+    checkpoint: Path = argument("run, or Megatron or Hugging Face checkpoint folder", "CHECKPOINT")
+    output: Path = option("output folder", "DIR", default=NEEDED)
     stored: StoredModelOptions
     depths: int = _head(
-        f"recursive steps in training, and most drafts that are measured (default {DEPTHS})",
+        f"recursive steps in training, and drafted tokens in the measurements (default {DEPTHS})",
         "N",
         default=DEPTHS,
     )
-    loss: str = _head(f"what is made small (default {_DEFAULT.loss})", default=_DEFAULT.loss, choices=LOSSES)
+    loss: str = _head(f"loss function (default {_DEFAULT.loss})", default=_DEFAULT.loss, choices=LOSSES)
     loss_temperature: float = _head(
-        f"of both distributions in the loss (default {_DEFAULT.temperature:g})",
+        f"temperature of both distributions in the loss (default {_DEFAULT.temperature:g})",
         "T",
         default=_DEFAULT.temperature,
     )
     mix: float = _head(
-        f"share of tokens with a hidden state of any depth (default {_DEFAULT.mix:g}; 0: none)",
+        f"share of tokens that read the hidden state of a random depth (default {_DEFAULT.mix:g}; 0: none)",
         "P",
         default=_DEFAULT.mix,
     )
-    decay: float = _head("weight of a depth by the last one's", "N", default=_DEFAULT.decay)
-    grow: str | None = _head("add an MTP block of these layers (*E) to a model without", "PATTERN")
+    decay: float = _head("loss weight of a depth relative to the previous one", "N", default=_DEFAULT.decay)
+    grow: str | None = _head("add an MTP block with these layers (*E) to a model without MTP", "PATTERN")
     text: str | None = text_option("default: the run's data", group="data")
-    data_path: str | None = data_path_option("here one", group="data")
+    data_path: str | None = data_path_option("only one", group="data")
     tokenizer: Path | None = tokenizer_option("the run's", group="data")
     trust_checkpoint: bool = trust_option()
 

@@ -42,11 +42,11 @@ TOKENS = 65536
 _LAYOUT = ("tp", "pp", "ep", "etp")
 
 
-_MEASURED, _RANKS, _CUT = "importance", "how it is measured (under torchrun)", "the cut"
+_MEASURED, _RANKS, _CUT = "importance", "measurement (under torchrun)", "pruning"
 
 
 def _size(name: str) -> Any:
-    return option(f"{LAYOUT[name]} (1)", "N", default=1, group=_RANKS)
+    return option(f"{LAYOUT[name]} (default 1)", "N", default=1, group=_RANKS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +60,11 @@ class PruneOptions:
     text: str | None = text_option("to measure on", group=_MEASURED)
     data_path: str | None = data_path_option(group=_MEASURED)
     scores: Path | None = option(
-        "measured importance: written with --text or --data-path, read without", "FILE", group=_MEASURED
+        "importance file: written with --text or --data-path, otherwise read", "FILE", group=_MEASURED
     )
     tokenizer: Path | None = tokenizer_option("the checkpoint's", group=_MEASURED)
     sample_tokens: int = option(
-        f"tokens of the text to measure on (at most; default {TOKENS})",
+        f"maximum number of tokens to measure on (default {TOKENS})",
         "N",
         default=TOKENS,
         group=_MEASURED,
@@ -80,13 +80,13 @@ class PruneOptions:
     )
     device: str = device_option(group=_RANKS)
     sizes: list[str] = repeated(
-        "sizes that remain, such as hidden_size=2048; those of experts may differ by layer (N,N,…)",
+        "new sizes, such as hidden_size=2048; those of experts may differ by layer (N,N,…)",
         "NAME=N",
         nargs="+",
         group=_CUT,
     )
-    output: Path | None = option("where to write (a new folder)", "DIR", group=_CUT)
-    dry_run: bool = flag("print the plan and its size, and stop", group=_CUT)
+    output: Path | None = option("output folder, new", "DIR", group=_CUT)
+    dry_run: bool = flag("print the plan and its size, then exit", group=_CUT)
     workers: int = workers_option(group=_CUT)
     json: bool = json_flag()
 

@@ -27,7 +27,7 @@ from megatron_nemotron3.post_training.compress.candidates import (
 )
 from megatron_nemotron3.post_training.compress.sizes import BY_LAYER, parse_numbers
 
-_SERVED = "how the model is used (memory and latency)"
+_SERVED = "serving (for memory and latency)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,29 +36,29 @@ class SearchOptions:
 
     which: ModelOptions
     budget: list[str] = option(
-        "at most so much of each: params=60B, active=9B, memory=80GiB (weights in BF16, and the state "
+        "upper limits: params=60B, active=9B, memory=80GiB (weights in BF16, and the state "
         "of the sequences), latency=12ms (to decode a token of every sequence)",
         "MEASURE=N",
         default=NEEDED,
         nargs="+",
     )
     vary: list[str] = option(
-        f"values to choose a size from; {' and '.join(BY_LAYER)} are chosen for each layer by itself",
+        f"candidate values of a size; {' and '.join(BY_LAYER)} are chosen per layer",
         "NAME=N,N,…",
         default=NEEDED,
         nargs="+",
     )
     scores: Path | None = option(
-        "measured importance, from nemotron3 prune --text … --scores FILE (default: all parts alike)", "FILE"
+        "importance file of nemotron3 prune --text … --scores FILE (default: equal importance)", "FILE"
     )
-    gpu: str = option("type of GPU (h100)", default="h100", choices=GPUS, group=_SERVED)
-    sequences: int = option("sequences that are decoded together (1)", "N", default=1, group=_SERVED)
-    context: int | None = option("tokens of each so far (default: the training length)", "N", group=_SERVED)
-    best: int = option(
-        "how many layouts or candidates to print (10)", "N", default=10, group="output", least=1
+    gpu: str = option("GPU type (default h100)", default="h100", choices=GPUS, group=_SERVED)
+    sequences: int = option("number of sequences decoded together (default 1)", "N", default=1, group=_SERVED)
+    context: int | None = option(
+        "tokens per sequence so far (default: the training length)", "N", group=_SERVED
     )
+    best: int = option("number of candidates to print (default 10)", "N", default=10, group="output", least=1)
     output: Path | None = option(
-        "where to write the best, for --model of other commands", "FILE.json", group="output"
+        "output file with the best candidate, for --model of other commands", "FILE.json", group="output"
     )
     json: bool = json_flag(group="output")
 

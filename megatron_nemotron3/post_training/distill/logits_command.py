@@ -54,27 +54,27 @@ _DATA = partial(option, group="data, as in the training that reads it")
 
 
 def _size(name: str) -> Any:
-    return option(f"{LAYOUT[name]} (1)", "N", group="layout")
+    return option(f"{LAYOUT[name]} (default 1)", "N", group="layout")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogitsOptions:
     """Options of `nemotron3 distill logits`."""
 
-    teacher: str = argument("a run, Megatron's or Hugging Face's folder", "FOLDER")
-    output: Path = option("where to write, or go on", "DIR", default=NEEDED)
+    teacher: str = argument("run, or Megatron or Hugging Face checkpoint folder", "FOLDER")
+    output: Path = option("output folder; an incomplete one is continued", "DIR", default=NEEDED)
     samples: int = option("number of samples (rows of the training set)", "N", default=NEEDED, least=1)
-    topk: int = option("most probable tokens of each position (32)", "K", default=32, least=1)
-    drawn: int = option("tokens of each position drawn from the others (32)", "M", default=32, least=0)
-    logit_temperature: float = option("what divides the logits (1)", "T", default=1.0)
+    topk: int = option("most probable tokens per position (default 32)", "K", default=32, least=1)
+    drawn: int = option("tokens per position drawn from the others (default 32)", "M", default=32, least=0)
+    logit_temperature: float = option("temperature, the divisor of the logits (default 1)", "T", default=1.0)
     data_path: list[str] | None = _DATA("Megatron data sets (default: the run's)", "PREFIX", nargs="+")
-    split: str | None = _DATA("of the data sets (default: as in nemotron3 train)", "99,1,0")
-    conversations: list[str] | None = _DATA(".jsonl conversations, packed", "FILE", nargs="+")
+    split: str | None = _DATA("split of the data sets (default: as in nemotron3 train)", "99,1,0")
+    conversations: list[str] | None = _DATA("conversation files, packed", "FILE", nargs="+")
     format: str | None = format_option(group="data, as in the training that reads it")
     chat_template_kwargs: str | None = variables_option(group="data, as in the training that reads it")
-    tokenizer: str | None = _DATA("folder of a Hugging Face tokenizer (default: the run's)", "DIR")
+    tokenizer: str | None = _DATA("Hugging Face tokenizer folder (default: the run's)", "DIR")
     seq_length: int | None = _DATA("tokens per sequence (default: the model's)", "N")
-    data_seed: int = _DATA("of the order of documents (1234)", "N", default=1234)
+    data_seed: int = _DATA("seed of the document order (default 1234)", "N", default=1234)
     tp: int | None = _size("tp")
     pp: int | None = _size("pp")
     vpp: int | None = None
@@ -83,7 +83,7 @@ class LogitsOptions:
     cp: int | None = _size("cp")
     dp: int | None = _size("dp")
     micro_batch_size: int = option(
-        "sequences per rank and microbatch (1)", "N", default=1, group="layout", least=1
+        "sequences per rank and microbatch (default 1)", "N", default=1, group="layout", least=1
     )
     device: str = device_option()
     trust_checkpoint: bool = trust_option()

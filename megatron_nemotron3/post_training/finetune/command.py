@@ -46,7 +46,7 @@ STEPS, LR, SEQ_LENGTH = 60, 1e-3, 512
 
 
 def _size(name: str) -> Any:
-    return option(f"{LAYOUT[name]} (1)", "N", group="layout")
+    return option(f"{LAYOUT[name]} (default 1)", "N", group="layout")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,18 +54,18 @@ class FinetuneOptions:
     """Options of `nemotron3 finetune`."""
 
     source: Path | str = argument(
-        "a Hugging Face folder with weights, a URL, or the id of a repository", "HF_DIR", parse=place
+        "Hugging Face folder with weights, URL, or repository id", "HF_DIR", parse=place
     )
-    conversations: Path = option(".jsonl conversations (to train on)", "FILE", default=NEEDED)
-    held_out: Path | None = option(".jsonl: what to measure on (default: one line in 8)", "FILE")
-    output: Path = option("where to write (a folder)", "DIR", default=NEEDED)
+    conversations: Path = option("conversation file to train on", "FILE", default=NEEDED)
+    held_out: Path | None = option("conversation file to evaluate on (default: one line in 8)", "FILE")
+    output: Path = option("output folder", "DIR", default=NEEDED)
     config: str | None = config_option()
     tokenizer: Path | None = tokenizer_option("HF_DIR")
-    chat_template: Path | None = option("Jinja; takes the place of the tokenizer's", "FILE")
+    chat_template: Path | None = option("Jinja file, in place of the tokenizer's chat template", "FILE")
     format: str | None = format_option()
     chat_template_kwargs: str | None = variables_option()
-    lora: str | None = option("train adapters: dim=N, alpha=N, targets=A+B", "WORDS", nargs="?", const="")
-    adapter_only: bool = flag("write the LoRA adapter alone, as a folder of peft")
+    lora: str | None = option("LoRA adapters: dim=N,alpha=N,targets=A+B", "SETTINGS", nargs="?", const="")
+    adapter_only: bool = flag("write only the LoRA adapter, as a peft folder")
     push_to_hub: str | None = push_option()
     mtp: MTPOptions
     steps: int | None = option(
@@ -76,7 +76,7 @@ class FinetuneOptions:
         f"tokens per sequence (default {SEQ_LENGTH})", "N", default=SEQ_LENGTH, group="training"
     )
     split: str | None = option(
-        "Megatron's --split of the packed rows (default 90,10,0; all for training if they are few)",
+        "Megatron's --split of the packed rows (default 90,10,0; all for training if there are few)",
         "A,B,C",
         group="training",
     )
@@ -101,7 +101,7 @@ def register(commands: Any) -> None:
     """Add `nemotron3 finetune`."""
     command = commands.add_parser("finetune")
     add_command(command, FinetuneOptions, finetune_command)
-    command.epilog = "More Megatron options may follow a lone --, for the training."
+    command.epilog = "Megatron arguments of the training may follow a separate --."
     command.set_defaults(extra=())
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megatron_nemotron3.train.teacher.projection import Projection
     from megatron_nemotron3.train.teacher.vocabulary import ByteVocabulary
 
-_made = "the projection"
+_made = "projection"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,16 +22,16 @@ class XTokenOptions:
     """Options of `nemotron3 distill projection`."""
 
     student: Path = argument(
-        "a folder with tokenizer.json, or a checkpoint or run that has one", "STUDENT_TOKENIZER"
+        "folder with tokenizer.json, or a checkpoint or run with one", "STUDENT_TOKENIZER"
     )
-    teacher: Path = argument("the same of the teacher", "TEACHER_TOKENIZER")
-    output: Path | None = option("where to write it (default: nowhere)", "FILE", group=_made)
-    projection: Path | None = option("inspect this file, do not build one", "FILE", group=_made)
-    width: int | None = option("weights kept of a token (default 4)", "N", group=_made, least=1, most=64)
+    teacher: Path = argument("the same for the teacher", "TEACHER_TOKENIZER")
+    output: Path | None = option("output file (default: none)", "FILE", group=_made)
+    projection: Path | None = option("projection to inspect, in place of a new one", "FILE", group=_made)
+    width: int | None = option("number of weights per token (default 4)", "N", group=_made, least=1, most=64)
     pieces: int | None = option(
-        "tokens that count of a text that the teacher splits (4)", "N", group=_made, least=1, most=64
+        "pieces used of a token that the teacher splits (default 4)", "N", group=_made, least=1, most=64
     )
-    no_joined: bool = flag("leave out the rule joined", group=_made)
+    no_joined: bool = flag("leave out the rule `joined`", group=_made)
     json: bool = json_flag()
 
 

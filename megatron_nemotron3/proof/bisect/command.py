@@ -18,16 +18,14 @@ class BisectOptions:
     """Options of `nemotron3 bisect`."""
 
     checkpoint: Path | str = argument(
-        "a run, a Megatron checkpoint or a Hugging Face folder: what both systems ran",
-        "CHECKPOINT",
-        parse=place,
+        "run, Megatron checkpoint or Hugging Face folder that both systems loaded", "CHECKPOINT", parse=place
     )
     previous: Path | str | None = option(
-        "an older checkpoint, to find weights that were not updated", "DIR", parse=place
+        "older checkpoint, to detect weights that were not updated", "DIR", parse=place
     )
     trainer: Path = option("recording of the trainer", "FILE", default=NEEDED)
     engine: Path = option("recording of the inference engine", "FILE", default=NEEDED)
-    first: int | None = option("recompute the first N sequences (default: all)", "N", least=1)
+    first: int | None = option("number of sequences to recompute (default: all)", "N", least=1)
     stored: StoredModelOptions
     json: bool = json_flag()
 

@@ -46,10 +46,10 @@ _option = partial(option, group="proof")
 class ProofOptions:
     """Options of `nemotron3 certify`, but for those of a launch."""
 
-    ranks: int = _option("largest small world (default 8)", "N", default=8, choices=RANKS)
-    gpus: int | None = _option("GPUs of the whole job, where LAUNCH does not say", "N")
-    output: Path = _option("where to write (default: here)", "DIR", default=Path())
-    check: Path | None = _option("whether this certificate belongs to LAUNCH", "CERTIFICATE")
+    ranks: int = _option("maximum number of ranks of a test (default 8)", "N", default=8, choices=RANKS)
+    gpus: int | None = _option("number of GPUs of the whole job, if LAUNCH does not state it", "N")
+    output: Path = _option("output folder (default: the current one)", "DIR", default=Path())
+    check: Path | None = _option("certificate to compare with LAUNCH; nothing is run", "CERTIFICATE")
 
 
 def register(commands: Any) -> None:
@@ -59,7 +59,7 @@ def register(commands: Any) -> None:
     for action in command._actions:
         if action.dest == "name":
             action.metavar = "LAUNCH"
-            action.help = f"a script or YAML, - for stdin, or a model: {action.help}"
+            action.help = f"script or YAML file, - for stdin, or a model: {action.help}"
     add_set(command, "LAUNCH")
     add_options(command, ProofOptions)
     add_option(command, "json", json_flag(), bool)

@@ -29,8 +29,8 @@ COLUMNS = 3
 class WatchOptions:
     """Options of `nemotron3 report monitors`."""
 
-    folder: Path = argument("the folder of --tensorboard-dir, a run, or its checkpoints", "DIR")
-    output: Path | None = option("where to write (default: DIR/monitor.png)", "PNG")
+    folder: Path = argument("run, its checkpoints, or the folder of --tensorboard-dir", "DIR")
+    output: Path | None = option("output file (default: DIR/monitor.png)", "PNG")
     json: bool = json_flag()
 
 

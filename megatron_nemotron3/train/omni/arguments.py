@@ -25,16 +25,16 @@ from megatron_nemotron3.train.omni.model import PARTS
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the arguments that Megatron does not have."""
     group = parser.add_argument_group("Nano Omni")
-    group.add_argument("--omni-encoders", metavar="JSON", help="of `nemotron3 flags nano-omni`")
+    group.add_argument("--omni-encoders", metavar="JSON", help="as `nemotron3 flags nano-omni` prints it")
     for name in (VISION, SOUND):
         group.add_argument(
             f"--{name}-layout",
             metavar="tp=1,dp=4",
-            help="the encoder's ranks; default: the language model's",
+            help="encoder layout (default: that of the language model)",
         )
-    group.add_argument("--omni-processor", metavar="FOLDER", help="transformers' processor for --data-path")
-    group.add_argument("--omni-no-packing", action="store_true", help="a row for each conversation")
-    group.add_argument("--freeze", nargs="+", choices=PARTS, default=[], help="parts that are not trained")
+    group.add_argument("--omni-processor", metavar="FOLDER", help="transformers processor, for --data-path")
+    group.add_argument("--omni-no-packing", action="store_true", help="one conversation per row")
+    group.add_argument("--freeze", nargs="+", choices=PARTS, default=[], help="parts of the model to freeze")
     return parser
 
 

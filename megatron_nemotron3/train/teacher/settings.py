@@ -169,10 +169,10 @@ def text_of(distillations: Distillations) -> str:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the two options of `nemotron3 run`."""
     for name, metavar, what in (
-        (TEACHER, "DIR", "learn from the model of a checkpoint, or from stored logits"),
-        (HOW, "HOW", "as kind=kl,temperature=2,weight=0.9"),
+        (TEACHER, "DIR", "teacher checkpoint, or stored logits"),
+        (HOW, "SETTINGS", "distillation settings, such as kind=kl,temperature=2,weight=0.9"),
     ):
-        what += "; repeatable; may stand among ARGS, too"
+        what += "; may be repeated; may also be among ARGS"
         parser.add_argument(name, metavar=metavar, help=what, action="append", default=[])
 
 

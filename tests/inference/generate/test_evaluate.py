@@ -177,7 +177,7 @@ def test_table_of_a_text(
         assert re.search(rf"^ +{depth} +{one.kl:.4f} +{one.overlap:.4f} +{one.top1:.4f} ", out, re.M)
     # Where drafts cost more time than they save, there is no speed to compare.
     assert re.search(r"^ +1 +[12]\.\d\d +[01]\.\d\d$", out, re.M)
-    assert "no tokens/s: drafts save time from hidden size 1,024 on" in out
+    assert "no tokens/s: in measurements drafts saved time at hidden size 1,024" in out
     monkeypatch.setattr("megatron_nemotron3.inference.generate.evaluate_command._PAYS", 64)
     assert re.search(r"^ +1 +[12]\.\d\d +[\d.,]+ +[01]\.\d\d$", run(capsys, *words), re.M)
 
