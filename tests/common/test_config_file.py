@@ -25,7 +25,13 @@ def test_the_command_line_counts_before_the_file_and_the_written_file_repeats_it
     )
     found = parsed("--config", str(file), "--steps", "9", "--teacher", "c")
     expected = {"name": "nano", "tiny": True, "lr": 5e-5, "steps": 9, "seq_length": 64, "mean": None}
-    expected |= {"tensorboard": None, "isolate_documents": False, "teacher": ["c"], "log_precision": "", "tp": None}
+    expected |= {
+        "tensorboard": None,
+        "isolate_documents": False,
+        "teacher": ["c"],
+        "log_precision": "",
+        "tp": None,
+    }
     expected |= {"data_path": ["0.5", "x", "0.5", "y z"], "extra": ["--num-workers", "2"]}
     assert expected.items() <= found.items()
     assert parsed("--config", str(file))["teacher"] == ["a", "b"]
