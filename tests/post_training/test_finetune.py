@@ -141,6 +141,9 @@ def test_three_conversations_a_layout_and_a_file_that_repeats_the_run(
     commands = [line.split()[2:] for line in after.splitlines() if line.startswith("next ")]
     assert [line[0] for line in commands] == ["chat", "serve"]
     cli.parser(["chat"]).parse_args(commands[0])
+    words = ["evaluate", str(tuned / "hf"), "--tokenizer", str(tuned / "tokenizer"), "--device", "cpu"]
+    assert cli.main([*words, "--conversations", str(tmp_path / "chats.jsonl")]) == 0
+    assert "chats.jsonl: 3 rows of OpenAI's messages\n" in capsys.readouterr().out
     # The file repeats the run elsewhere; the command line counts before it.
     assert (
         cli.main(["finetune", "--config", str(tuned / "config.yaml"), "--output", str(tmp_path / "b")]) == 0
@@ -216,6 +219,7 @@ def test_wrong_input_ends_before_anything_is_written(
         (["--steps", "0"], "--steps 0: give more than 0"),
         (["--tp", "0"], "tp=0 is not a positive integer"),
         (["--", "--save", "x"], "--save (give --output)"),
+        (["--split", "9,1,0", "--", "--split", "1,1,1"], "--split before and after --: give one"),
         (["--push-to-hub", "a b"], "--push-to-hub a b: give OWNER/NAME"),
         (["--wandb", "a", "--", "--wandb-project", "b"], "--wandb and --wandb-project both say where"),
     ],

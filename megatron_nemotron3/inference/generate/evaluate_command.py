@@ -165,12 +165,16 @@ def measured_drafts(
 
 def _evaluate_conversations(found: CheckpointFolder, opened: Checkpoint, options: EvaluateOptions) -> None:
     from megatron_nemotron3.inference.generate.evaluate import conversation_losses
-    from megatron_nemotron3.train.data.conversations import Encoder, read_conversations
+    from megatron_nemotron3.train.data.conversations import Encoder, encoded_conversations
+    from megatron_nemotron3.train.data.forms import Findings
 
     assert options.tokenizer is not None and options.conversations is not None
     how = reading(options)
-    encoder = Encoder(options.tokenizer, variables=how.variables)
-    encoded = [encoder.encode(one) for one in read_conversations(options.conversations, how.form)]
+    encode, findings = Encoder(options.tokenizer, variables=how.variables).encode, Findings()
+    rows = encoded_conversations(options.conversations, encode, how.form, findings)
+    encoded = [one for _, one in rows]
+    for line in findings.lines(options.conversations):
+        say(line, findings=[line])
     engine = load_engine(opened, options.device, options.dtype)
     with Bar("loss", "tokens", sum(len(one.ids) for one in encoded), lines=False) as bar:
         measured = conversation_losses(engine, encoded, bar.add)

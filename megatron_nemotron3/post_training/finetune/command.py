@@ -31,6 +31,7 @@ from megatron_nemotron3.common.parser import resolve_device
 from megatron_nemotron3.common.switches import LORA, environment
 from megatron_nemotron3.cpu import quiet_on_cpu
 from megatron_nemotron3.launch.command import LAYOUT, chosen_layout
+from megatron_nemotron3.launch.flag import values_by_name
 from megatron_nemotron3.models.lora import LoRASettings
 from megatron_nemotron3.post_training.steps import require_positive, require_schedule, step
 from megatron_nemotron3.train.command import require_own_options
@@ -116,6 +117,8 @@ def finetune_command(options: FinetuneOptions) -> int:
     require_positive(options, "steps", "lr", "seq_length")
     chosen_layout(options)
     require_own_options(options.extra)
+    if options.split is not None and "--split" in values_by_name(options.extra):
+        raise ValueError("--split before and after --: give one")
     require_tracking(options.tracking, options.extra)
     if options.push_to_hub is not None:
         require_hub(options.push_to_hub)

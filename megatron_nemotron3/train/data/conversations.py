@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -114,6 +114,17 @@ def read_conversations(
     """Read the conversations of a file in order; empty lines are skipped."""
     for place, offset, line in read_rows(path):
         yield from parse_line(line, place, offset, form, findings)
+
+
+def encoded_conversations(
+    path: str | os.PathLike[str], encode: Callable[[Conversation], Encoded], form: str, findings: Findings
+) -> Iterator[tuple[Conversation, Encoded]]:
+    """Read and encode the conversations of a file in order; `findings` gets what is to be said."""
+    for conversation in read_conversations(path, form, findings):
+        encoded = encode(conversation)
+        for remark, case in encoded.remarks:
+            findings.add(remark, case)
+        yield conversation, encoded
 
 
 def parse_line(

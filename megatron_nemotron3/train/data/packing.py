@@ -25,7 +25,7 @@ from megatron_nemotron3.train.data.conversations import (
     Encoded,
     Encoder,
     Reading,
-    read_conversations,
+    encoded_conversations,
 )
 from megatron_nemotron3.train.data.forms import Findings
 
@@ -280,10 +280,7 @@ def _write(path: str, encoder: Encoder | ConversationEncoder, folder: Path, form
     tokens, trained, origins, borders = array("i"), array("b"), array("q"), array("q", [0])
     findings = Findings()
     with Bar("encode conversations", "lines", lines=False) as bar:
-        for conversation in read_conversations(path, form, findings):
-            encoded = encoder.encode(conversation)
-            for remark, case in encoded.remarks:
-                findings.add(remark, case)
+        for conversation, encoded in encoded_conversations(path, encoder.encode, form, findings):
             line = int(conversation.place.rpartition(":")[2])
             if encoded.ids:
                 tokens.extend(encoded.ids)
