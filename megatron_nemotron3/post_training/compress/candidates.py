@@ -11,10 +11,11 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from megatron_nemotron3.common.output import Bar
 from megatron_nemotron3.common.parser import hint
 from megatron_nemotron3.launch.plan.serving import ServingUse, serving_bytes, step_seconds
 from megatron_nemotron3.models import Nemotron3Config, count
@@ -193,20 +194,23 @@ def search(
     found: list[SmallerModel] = []
     nearest: list[SmallerModel] = []
     refused: list[ValueError] = []
-    for sizes in _combinations(values):
-        try:
-            space = _CandidateSpace(config, sizes, values, budget, serving, losses)
-        except ValueError as problem:
-            refused.append(problem)
-            continue
-        best = space.best()
-        if best is None:
-            nearest.append(space.smallest)
-            continue
-        found.append(best)
-        alike = space.best_alike()
-        if alike is not None and alike.config != best.config:
-            found.append(alike)
+    combinations = _combinations(values)
+    with Bar("search", "combinations", len(combinations)) as bar:
+        for number, sizes in enumerate(combinations):
+            bar.to(number)
+            try:
+                space = _CandidateSpace(config, sizes, values, budget, serving, losses)
+            except ValueError as problem:
+                refused.append(problem)
+                continue
+            best = space.best()
+            if best is None:
+                nearest.append(space.smallest)
+                continue
+            found.append(best)
+            alike = space.best_alike()
+            if alike is not None and alike.config != best.config:
+                found.append(alike)
     if not found and not nearest:
         raise refused[0]
     if not found:
@@ -214,7 +218,7 @@ def search(
     return SearchResult(tuple(sorted(found, key=_order)), len(refused), str(refused[0]) if refused else "")
 
 
-def _combinations(values: Mapping[str, Sequence[int]]) -> Iterator[dict[str, int]]:
+def _combinations(values: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
     for name in values:
         require_known(name)
     if "num_layers" in values and any(name in values for name in BY_LAYER):
@@ -227,8 +231,7 @@ def _combinations(values: Mapping[str, Sequence[int]]) -> Iterator[dict[str, int
         raise ValueError(
             f"{number} combinations of {', '.join(whole)}: give fewer values, for {MOST_COMBINATIONS} at most"
         )
-    for chosen in itertools.product(*whole.values()):
-        yield dict(zip(whole, chosen, strict=True))
+    return [dict(zip(whole, chosen, strict=True)) for chosen in itertools.product(*whole.values())]
 
 
 _Row = tuple[int, int]

@@ -130,7 +130,7 @@ def _encoded(inputs: FineTuneInputs, folder: Path) -> list[Encoded]:
         )
     result: list[Encoded] = []
     count = len(inputs.train) + len(inputs.held_out)
-    with Bar("read conversations", "lines", count, lines=False) as bar:
+    with Bar("read conversations", "lines", count) as bar:
         for lines in (inputs.train, inputs.held_out):
             result = []
             for place, line in lines.items():
