@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 import megatron_nemotron3
-from megatron_nemotron3.cli.table import CommandParser, Commands, command_of
+from megatron_nemotron3.cli.table import COMPLETION, CommandParser, Commands, command_of
 
 #: Distributions that decide what this package can do, next to its own version.
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "triton", "transformers")
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    if "_ARGCOMPLETE" in os.environ:  # for completion by a shell; runs nothing
+    if COMPLETION in os.environ:  # for completion by a shell; runs nothing
         import argcomplete
 
         words = os.environ.get("COMP_LINE", "").split()[1:]

@@ -163,16 +163,23 @@ class OptionParser(argparse.ArgumentParser):
                     return choice
         return super()._get_value(action, arg_string)
 
+    def commands_below(self, names: Iterable[str]) -> dict[str, str]:
+        """The commands below this one, and words for them, for `hint`."""
+        known = {name: name for name in names}
+        for word, meant in self.command_words.items():
+            if f"nemotron3 {meant}".startswith(f"{self.prog} "):
+                known.setdefault(word, meant)
+        return known
+
+    def refuse_command(self, word: str, near: str) -> NoReturn:
+        self.error(f"unknown command {word}{near} ({self.prog} --help lists them all)")
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:
             return
         choices = list(map(str, action.choices))
         if isinstance(action, argparse._SubParsersAction):
-            known = {choice: choice for choice in choices}
-            for word, meant in self.command_words.items():
-                if f"nemotron3 {meant}".startswith(f"{self.prog} "):
-                    known.setdefault(word, meant)
-            self.error(f"unknown command {value}{hint(value, known)} ({self.prog} --help lists them all)")
+            self.refuse_command(value, hint(value, self.commands_below(choices)))
         raise argparse.ArgumentError(
             action,
             f"invalid choice: {value!r} (choose from {', '.join(choices)}){hint(str(value), choices)}",

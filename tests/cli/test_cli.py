@@ -5,11 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
 import megatron_nemotron3
-from megatron_nemotron3 import cli
+from megatron_nemotron3 import cli, models
 from megatron_nemotron3.cli import table
 from megatron_nemotron3.common.parser import OPTIONS
 from tests.support.invariants import options_of
@@ -67,6 +68,12 @@ def test_warnings_go_beside_the_flags(capsys: pytest.CaptureFixture[str]) -> Non
         (["nothing"], "unknown command nothing ("),
         (["export", "runs/demo"], "unknown command export; did you mean 'convert to-hf'?"),
         (["boundry"], "unknown command boundry; did you mean 'plan boundary'?"),
+        (
+            ["plan", "boundry", "--from", "dp=1", "--to", "tp=2"],
+            "nemotron3 plan: unknown command boundry; did you mean 'boundary'?",
+        ),
+        (["report", "watch"], "unknown command watch; did you mean 'report monitors'?"),
+        (["prune", "serch", "super"], "unknown command serch; did you mean 'search'?"),
         (["serve"], "did you mean 'convert to-hf' (inference engines serve its folder)?"),
         (["convert", "import"], "unknown command import; did you mean 'convert from-hf'?"),
         (["convert", "x", "y"], "nemotron3 convert: unknown command x ("),
@@ -96,6 +103,20 @@ def test_bad_input(words: list[str], message: str, capsys: pytest.CaptureFixture
     assert status == 2 and printed.out == ""
     assert message in printed.err and "Traceback" not in printed.err
     assert printed.err.count("\n") <= 2
+
+
+def test_what_an_argument_may_be_is_no_misspelt_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model's name, a file or folder, and an id: the command itself answers."""
+    (tmp_path / "serch").mkdir()
+    monkeypatch.chdir(tmp_path)
+    names = [*models.names(), "serch", "lab/search"]
+    for command in [command for command in table.COMMANDS.values() if command.module and command.below]:
+        for name in names:
+            with pytest.raises(SystemExit):
+                cli.main([command.name, name, "--help"])
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -195,15 +195,20 @@ def search(
     nearest: list[SmallerModel] = []
     refused: list[ValueError] = []
     combinations = _combinations(values)
-    with Bar("search", "combinations", len(combinations)) as bar:
+    with Bar("search", "%", 100) as bar:
+
+        def report(done: float) -> None:
+            """Show the share of the current combination that is done."""
+            bar.to(int(100 * (number + done) / len(combinations)))
+
         for number, sizes in enumerate(combinations):
-            bar.to(number)
+            report(0.0)
             try:
                 space = _CandidateSpace(config, sizes, values, budget, serving, losses)
             except ValueError as problem:
                 refused.append(problem)
                 continue
-            best = space.best()
+            best = space.best(report)
             if best is None:
                 nearest.append(space.smallest)
                 continue
@@ -298,7 +303,7 @@ class _CandidateSpace:
         lost = sum(self.losses.experts(layer, *row) for layer, row in zip(self.numbers, rows, strict=True))
         return SmallerModel(config, sizes, self.layers, self.rest + lost, costs(config, self.serving))
 
-    def best(self) -> SmallerModel | None:
+    def best(self, report: Callable[[float], object]) -> SmallerModel | None:
         if not self._fits(self.smallest):
             return None
         groups = [
@@ -307,7 +312,7 @@ class _CandidateSpace:
         ]
         limits = [limit - self.smallest.costs[name] for name, limit in self.budget.items()]
         # Without: nothing to choose, or only the smallest is left.
-        picked = choose(groups, limits) if groups and min(limits, default=1.0) > 0 else None
+        picked = choose(groups, limits, report) if groups and min(limits, default=1.0) > 0 else None
         if picked is None:
             return self.smallest
         return self.candidate([rows[index] for rows, index in zip(self.rows, picked, strict=True)])
