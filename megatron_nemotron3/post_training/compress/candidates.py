@@ -195,20 +195,16 @@ def search(
     nearest: list[SmallerModel] = []
     refused: list[ValueError] = []
     combinations = _combinations(values)
+    each = 100 / len(combinations)
     with Bar("search", "%", 100) as bar:
-
-        def report(done: float) -> None:
-            """Show the share of the current combination that is done."""
-            bar.to(int(100 * (number + done) / len(combinations)))
-
         for number, sizes in enumerate(combinations):
-            report(0.0)
+            bar.to(int(each * number))
             try:
                 space = _CandidateSpace(config, sizes, values, budget, serving, losses)
             except ValueError as problem:
                 refused.append(problem)
                 continue
-            best = space.best(report)
+            best = space.best(lambda done, before=number: bar.to(int(each * (before + done))))
             if best is None:
                 nearest.append(space.smallest)
                 continue
