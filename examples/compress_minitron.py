@@ -21,6 +21,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]  # this checkout, if the package is not installed
+if not (HERE / "tiny_runs.py").exists():
+    sys.exit(f"{__file__}: tiny_runs.py is not beside it: copy the whole folder examples/")
 
 from tiny_runs import VALIDATION, Text, build, evaluate, on_teacher, on_text, token_losses, train
 

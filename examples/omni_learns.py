@@ -33,6 +33,9 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 # Ranks are forked from a server that starts with the environment alone.
 sys.path[:0] = [str(HERE), str(HERE.parent)]
+for needed in ("omni_media.py", "omni_rank.py", "omni_task.py"):
+    if not (HERE / needed).exists():
+        sys.exit(f"{__file__}: {needed} is not beside it: copy the whole folder examples/")
 os.environ |= {"PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

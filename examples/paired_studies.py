@@ -35,13 +35,15 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import torch
-from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
-
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]  # this checkout, if the package is not installed
+for needed in ("pruning_choices.py", "tiny_runs.py"):
+    if not (HERE / needed).exists():
+        sys.exit(f"{__file__}: {needed} is not beside it: copy the whole folder examples/")
 
 import pruning_choices
+import torch
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 from tiny_runs import (
     BATCH,
     VALIDATION,

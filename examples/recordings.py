@@ -48,7 +48,8 @@ def main(run: Path) -> None:
     """Write three files into the current folder."""
     found = find_checkpoint(run)
     config = found.open(None).config
-    text = (Path(__file__).resolve().parents[1] / "README.md").read_text()
+    readme = Path(__file__).resolve().parents[1] / "README.md"  # elsewhere there is this script
+    text = (readme if readme.exists() else Path(__file__)).read_text()
     encoded = found.tokenizer().encode(text)[: 2 * TOKENS]
     ids = torch.tensor(encoded).view(2, TOKENS)
     trained(found.checkpoint, config, ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,29 @@ def test_a_script_finds_its_checkout(script: Path, tmp_path: Path) -> None:
     words = [sys.executable, "-S", "-c", "\n".join([*code, check])]
     done = subprocess.run(words, cwd=tmp_path, env={}, capture_output=True, text=True)
     assert done.stdout.strip() == str(ROOT / "megatron_nemotron3/__init__.py"), done.stderr
+
+
+#: Scripts that import others beside them.
+WITH_SIBLINGS = ["compress_minitron", "latent_moe_study", "nvfp4_ablation", "omni_learns", "paired_studies"]
+
+
+@pytest.mark.parametrize("name", WITH_SIBLINGS)
+def test_a_script_alone_names_what_is_missing(name: str, tmp_path: Path) -> None:
+    """Before anything is imported that takes seconds, or is not installed."""
+    copy = shutil.copy(ROOT / f"examples/{name}.py", tmp_path)
+    done = subprocess.run([sys.executable, "-S", copy], env={}, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert ".py is not beside it: copy the whole folder examples/" in done.stderr
+
+
+def test_every_script_with_siblings_says_so() -> None:
+    """Each of them is named in the line, and other scripts import none."""
+    names = {path.stem for path in (ROOT / "examples").glob("*.py")}
+    for script in SCRIPTS:
+        text = script.read_text()
+        imported = set(re.findall(r"^(?:from|import) (\w+)", text, re.M)) & names
+        assert bool(imported) == (script.stem in WITH_SIBLINGS), script.stem
+        assert all(f'"{name}.py"' in text for name in imported), script.stem
 
 
 def test_recipe_stops_at_a_layout_that_cannot_work() -> None:

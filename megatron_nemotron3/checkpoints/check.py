@@ -208,7 +208,7 @@ def _check_full(path: Path, verdict: Verdict, workers: int) -> list[str]:
     started = time.monotonic()
     total = sum(verdict.index.files.values()) if verdict.index is not None else None
     try:
-        with Bar("check", BYTES, total, lines=False) as bar:
+        with Bar("check", BYTES, total) as bar:
             read = check_integrity(path, verdict.index, workers, bar.add)
     except CheckpointError as problem:
         return [str(problem)]

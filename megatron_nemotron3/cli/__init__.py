@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 import megatron_nemotron3
-from megatron_nemotron3.cli.table import CommandParser, Commands, command_of
+from megatron_nemotron3.cli.table import COMPLETION, CommandParser, Commands, command_of
 
 #: Distributions that decide what this package can do, next to its own version.
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "triton", "transformers")
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    if "_ARGCOMPLETE" in os.environ:  # for completion by a shell; runs nothing
+    if COMPLETION in os.environ:  # for completion by a shell; runs nothing
         import argcomplete
 
         words = os.environ.get("COMP_LINE", "").split()[1:]
@@ -92,6 +92,7 @@ def _run(argv: list[str]) -> int:
         return 0
     from megatron_nemotron3.common.files import printable
     from megatron_nemotron3.common.limits import ChildError
+    from megatron_nemotron3.common.parser import not_installed
 
     try:
         if extra and not hasattr(options, "extra"):
@@ -114,7 +115,8 @@ def _run(argv: list[str]) -> int:
         print(f"nemotron3 {name}: {text}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as missing:
-        part = "convert" if name.startswith("convert") else "train"
-        cure = f"pip install 'megatron-nemotron3[{part}]'"
-        print(f"nemotron3 {name}: package {missing.name} is not installed: {cure}", file=sys.stderr)
+        if missing.name is None:
+            raise
+        line = not_installed(missing.name, "convert" if name.startswith("convert") else "train")
+        print(f"nemotron3 {name}: {line}", file=sys.stderr)
         return 2

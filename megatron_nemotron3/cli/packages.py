@@ -86,7 +86,7 @@ RULES = (
     PackageRule(
         "python",
         "error",
-        lambda have: have.get("megatron-core", ()) >= (0, 17) and have["python"] < (3, 12),
+        lambda have: have.get("megatron-core", (0, 19)) >= (0, 17) and have["python"] < (3, 12),
         "megatron-core needs Python 3.12",
         "make the environment with python3.12",
     ),

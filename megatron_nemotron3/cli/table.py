@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from megatron_nemotron3.common.parser import OptionParser
+from megatron_nemotron3.common.parser import OptionParser, hint
+
+#: The variable in which a shell asks for completion.
+COMPLETION = "_ARGCOMPLETE"
 
 
 class Command(NamedTuple):
@@ -38,9 +42,14 @@ class Command(NamedTuple):
         return [other for name, other in COMMANDS.items() if name.startswith(f"{self.name} ")]
 
     @property
+    def words_below(self) -> list[str]:
+        """The second words of the commands of this one."""
+        return [other.name.partition(" ")[2] for other in self.below]
+
+    @property
     def help(self) -> str:
         """The purpose, and the words of the commands below."""
-        words = ", ".join(other.name.partition(" ")[2] for other in self.below)
+        words = ", ".join(self.words_below)
         return self.purpose + (f" ({'also: ' * bool(self.module)}{words})" if words else "")
 
 
@@ -228,6 +237,18 @@ class CommandParser(OptionParser):
         self._command = COMMANDS.get(self.prog.partition(" ")[2])  # None for `nemotron3` itself
         self.example = self._command.example if self._command is not None else ""
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        if args and self._command is not None and self._subparsers is None:
+            self._refuse_misspelt(args[0], self._command.words_below)
+        return super().parse_known_args(args, namespace)
+
+    def _refuse_misspelt(self, word: str, below: Sequence[str]) -> None:
+        """Refuse what is nearly a command below this one, and no file: so it is no argument either."""
+        if not below or word.startswith("-") or "/" in word or os.path.lexists(word):
+            return
+        if near := hint(word, self.commands_below(below)):
+            self.refuse_command(word, near)
+
     def format_help(self) -> str:
         text = super().format_help()
         if self._command is None or not self._command.module or not self._command.below:
@@ -252,8 +273,18 @@ class Commands:
         command = COMMANDS[name]
         if command.module:
             importlib.import_module(f"megatron_nemotron3.{command.module}").register(self)
+            if command.below and COMPLETION in os.environ:
+                self._offer_below(command)
         else:
             self._below(name)
+
+    def _offer_below(self, command: Command) -> None:
+        """Let a shell complete the words of the commands below where the first argument stands."""
+        from argcomplete.completers import FilesCompleter
+
+        files, actions = FilesCompleter(), self._actions[""].choices[command.name]._actions
+        first = next(action for action in actions if not action.option_strings)
+        first.completer = lambda **given: [*command.words_below, *files(**given)]
 
     def add_names(self) -> None:
         """Add the names of the commands that are not used, for the help."""
@@ -276,7 +307,7 @@ class Commands:
             parser = self._actions[""].add_parser(
                 group, description=_sentence(command.purpose), help=command.help
             )
-            words = "|".join(other.name.partition(" ")[2] for other in command.below)
+            words = "|".join(command.words_below)
             self._actions[group] = parser.add_subparsers(
                 title="commands", required=True, metavar=words, parser_class=CommandParser
             )

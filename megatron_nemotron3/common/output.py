@@ -126,7 +126,7 @@ def drawn_on(stream: TextIO) -> bool:
 class Bar:
     """Progress of one piece of work, on a terminal as a bar, elsewhere as a line every ten seconds."""
 
-    #: A short name in front of the bar.
+    #: A short name in front of the bar, and of a line.
     what: str
     #: What is counted, as "tokens"; `BYTES` for bytes.
     unit: str
@@ -135,8 +135,6 @@ class Bar:
     _: KW_ONLY
     #: What an earlier process did. It does not count in the rate.
     begun: int = 0
-    #: Print lines where there is no bar.
-    lines: bool = True
     #: Leave the finished bar on the terminal.
     keep: bool = False
     #: None: stderr.
@@ -189,7 +187,7 @@ class Bar:
             if self._bar.n < self.begun:
                 self._bar.n = self._bar.last_print_n = self.begun
             self._bar.update(done - self._bar.n)
-        elif self.lines and (now := time.monotonic()) - self._last >= INTERVAL:
+        elif (now := time.monotonic()) - self._last >= INTERVAL:
             self._last = now
             print(self._line(), file=self._stream, flush=True)
 
@@ -210,14 +208,15 @@ class Bar:
 
     def _line(self) -> str:
         def amount(count: float) -> str:
-            return size_text(count) if self.unit == BYTES else f"{count:,.0f} {self.unit}"
+            digits = 1 if count < 10 and count % 1 else 0
+            return size_text(count) if self.unit == BYTES else f"{count:,.{digits}f} {self.unit}"
 
         rate = (self._done - self.begun) / self.seconds
         text = amount(self._done)
         if self.total is not None and self.unit != "%":
             done = text if self.unit == BYTES else f"{self._done:,}"
             text = f"{done} of {amount(self.total)}"
-        text += f", {amount(rate)}/s"
+        text = f"{self.what}: {text}, {amount(rate)}/s"
         if self.total is None or not rate:
             return text
         return text + f", {(self.total - self._done) / rate:,.0f} s left"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib.util
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
@@ -40,6 +41,8 @@ OPTIONS = {
     "--train-iters": "--steps",
     "--world-size": "--gpus",
 }
+#: Module -> the package that has it, where the names differ.
+PACKAGES = {"google": "protobuf", "megatron": "megatron-core", "yaml": "pyyaml"}
 #: With more options than this, the usage names only the required ones.
 MANY = 10
 
@@ -163,16 +166,23 @@ class OptionParser(argparse.ArgumentParser):
                     return choice
         return super()._get_value(action, arg_string)
 
+    def commands_below(self, names: Iterable[str]) -> dict[str, str]:
+        """The commands below this one, and words for them, for `hint`."""
+        known = {name: name for name in names}
+        for word, meant in self.command_words.items():
+            if f"nemotron3 {meant}".startswith(f"{self.prog} "):
+                known.setdefault(word, meant)
+        return known
+
+    def refuse_command(self, word: str, near: str) -> NoReturn:
+        self.error(f"unknown command {word}{near} ({self.prog} --help lists them all)")
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:
             return
         choices = list(map(str, action.choices))
         if isinstance(action, argparse._SubParsersAction):
-            known = {choice: choice for choice in choices}
-            for word, meant in self.command_words.items():
-                if f"nemotron3 {meant}".startswith(f"{self.prog} "):
-                    known.setdefault(word, meant)
-            self.error(f"unknown command {value}{hint(value, known)} ({self.prog} --help lists them all)")
+            self.refuse_command(value, hint(value, self.commands_below(choices)))
         raise argparse.ArgumentError(
             action,
             f"invalid choice: {value!r} (choose from {', '.join(choices)}){hint(str(value), choices)}",
@@ -205,13 +215,40 @@ def fail(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
+def first_missing(*modules: str) -> str | None:
+    """Return the first of the modules that cannot be imported, or None."""
+    for module in modules:
+        try:
+            found = importlib.util.find_spec(module)
+        except ModuleNotFoundError:  # the package around it
+            found = None
+        if found is None:
+            return module
+    return None
+
+
+def not_installed(module: str, extra: str = "train") -> str:
+    """Return a line that says which package has a module, and what to install for this Python."""
+    top = module.partition(".")[0]
+    package = PACKAGES.get(top, top)
+    cure = f"pip install 'megatron-nemotron3[{extra}]'"
+    if extra == "train" and sys.version_info[:2] < (3, 12):
+        # pip finds no megatron-core for this Python, and so no such extra.
+        this = ".".join(map(str, sys.version_info[:2]))
+        needs = (
+            f"megatron-core needs Python 3.12, and this is {this}: make an environment with python3.12, and "
+        )
+        cure = f"{needs}there {cure}" if top in ("megatron", "torch") else f"pip install {package}"
+    return f"package {package} is not installed: {cure}"
+
+
 def resolve_device(device: str) -> str:
     """auto -> cuda where torch sees a GPU, else cpu."""
     try:
         with exit_at_interrupt("megatron_nemotron3"):
             import torch
-    except ModuleNotFoundError:
-        fail("package torch is not installed: pip install 'megatron-nemotron3[train]'")
+    except ModuleNotFoundError as missing:
+        fail(not_installed(missing.name or "torch"))
     available = torch.cuda.is_available()
     if device == "cuda" and not available:
         fail("--device cuda, but torch sees no GPU: use --device cpu")

@@ -56,7 +56,7 @@ def measure_held_out(
     engine = load_engine(opened, device)
     # No layer encodes positions: what was trained on may be longer than the folder's number says.
     engine.max_context = max(engine.max_context, max(len(one.ids) for one in held_out) + ANSWER_TOKENS)
-    with Bar("held-out loss", "tokens", sum(len(one.ids) for one in held_out), lines=False) as bar:
+    with Bar("held-out loss", "tokens", sum(len(one.ids) for one in held_out)) as bar:
         measured = conversation_losses(engine, held_out, bar.add)
     prompt = first_prompt(held_out)
     (row,) = generate(engine, [prompt], GenerationOptions(ANSWER_TOKENS, stop=encoding.stop)).rows

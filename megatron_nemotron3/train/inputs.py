@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_nemotron3.checkpoints.folders import CHECKPOINTS, TRACKER, require_tokenizer
 from megatron_nemotron3.checkpoints.trust import trust_option
 from megatron_nemotron3.common.options import LOG, TrackingOptions, config_option, flag, option, repeated
+from megatron_nemotron3.common.parser import PACKAGES, first_missing
 from megatron_nemotron3.common.switches import CONVERSATIONS, SFT_MEAN
 from megatron_nemotron3.launch import Launch, TrainingData, data_check, flags, to_argv
 from megatron_nemotron3.launch.data_sets import blend_of, cut
@@ -21,6 +21,7 @@ from megatron_nemotron3.launch.flag import values_by_name
 from megatron_nemotron3.precision import settings as emulation
 from megatron_nemotron3.train.data.forms import FORMS
 from megatron_nemotron3.train.isolation import ISOLATE, micro_batch_problem, require_ends
+from megatron_nemotron3.train.log import EVENT_MODULES
 
 if TYPE_CHECKING:
     from megatron_nemotron3.train.data.conversations import Reading
@@ -165,12 +166,13 @@ def require_no_reading(options: Any) -> None:
 def require_tracking(tracking: TrackingOptions, extra: Sequence[str]) -> None:
     """Raise ValueError if the run cannot be logged where it was asked for; `extra`: Megatron's arguments."""
     given = values_by_name(extra)
-    for name, value, own in (
-        ("wandb", tracking.wandb, "--wandb-project"),
-        ("tensorboard", tracking.tensorboard, "--tensorboard-dir"),
+    for name, value, own, modules in (
+        ("wandb", tracking.wandb, "--wandb-project", ("wandb",)),
+        ("tensorboard", tracking.tensorboard, "--tensorboard-dir", EVENT_MODULES),
     ):
-        if value is not None and importlib.util.find_spec(name) is None:
-            raise ValueError(f"--{name}: package {name} is not installed: pip install {name}")
+        if value is not None and (missing := first_missing(*modules)):
+            package = PACKAGES.get(missing.partition(".")[0], missing)
+            raise ValueError(f"--{name}: package {package} is not installed: pip install {package}")
         if value is not None and own in given:
             raise ValueError(f"--{name} and {own} both say where the run is logged: give one")
     if tracking.wandb == "":

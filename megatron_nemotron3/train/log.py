@@ -16,6 +16,8 @@ from megatron_nemotron3.models.series import OF_STEP, display_name
 
 #: In the folder of a run: the log, and the folder of the event files.
 FILE, EVENTS = "train.log", "tensorboard"
+#: What writes event files; without it Megatron writes none, and says so only in the log.
+EVENT_MODULES = ("tensorboard", "google.protobuf")
 #: Names of the time of a step and of the rate of the next step in a log line.
 MILLISECONDS, RATE = "elapsed time per iteration (ms)", "learning rate"
 _STEP = re.compile(r"iteration\s+(\d+)/\s*(\d+) \|")

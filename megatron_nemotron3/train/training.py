@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import time
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from megatron_nemotron3.checkpoints.state import StoredState, stored_state
 from megatron_nemotron3.common import lock, switches
 from megatron_nemotron3.common.config_file import FILE as CONFIG_FILE
 from megatron_nemotron3.common.files import write_text
+from megatron_nemotron3.common.parser import first_missing
 from megatron_nemotron3.launch import (
     Launch,
     ParallelLayout,
@@ -325,7 +325,7 @@ def _prepared_data(request: TrainRequest) -> tuple[TrainingData, float | None, d
 def _own_options(request: TrainRequest) -> tuple[str, ...]:
     options: tuple[str, ...] = ()
     # Event files, if TensorBoard is installed.
-    if "--tensorboard-dir" not in request.launch.options and importlib.util.find_spec("tensorboard"):
+    if "--tensorboard-dir" not in request.launch.options and not first_missing(*log.EVENT_MODULES):
         options += ("--tensorboard-dir", str(request.events))
     if request.options.tracking.wandb is not None:
         options += ("--wandb-project", request.options.tracking.wandb)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
 import megatron_nemotron3
-from megatron_nemotron3 import cli
+from megatron_nemotron3 import cli, models
 from megatron_nemotron3.cli import table
-from megatron_nemotron3.common.parser import OPTIONS
+from megatron_nemotron3.common.parser import OPTIONS, not_installed
 from tests.support.invariants import options_of
 
 
@@ -67,6 +68,12 @@ def test_warnings_go_beside_the_flags(capsys: pytest.CaptureFixture[str]) -> Non
         (["nothing"], "unknown command nothing ("),
         (["export", "runs/demo"], "unknown command export; did you mean 'convert to-hf'?"),
         (["boundry"], "unknown command boundry; did you mean 'plan boundary'?"),
+        (
+            ["plan", "boundry", "--from", "dp=1", "--to", "tp=2"],
+            "nemotron3 plan: unknown command boundry; did you mean 'boundary'?",
+        ),
+        (["report", "watch"], "unknown command watch; did you mean 'report monitors'?"),
+        (["prune", "serch", "super"], "unknown command serch; did you mean 'search'?"),
         (["serve"], "did you mean 'convert to-hf' (inference engines serve its folder)?"),
         (["convert", "import"], "unknown command import; did you mean 'convert from-hf'?"),
         (["convert", "x", "y"], "nemotron3 convert: unknown command x ("),
@@ -96,6 +103,20 @@ def test_bad_input(words: list[str], message: str, capsys: pytest.CaptureFixture
     assert status == 2 and printed.out == ""
     assert message in printed.err and "Traceback" not in printed.err
     assert printed.err.count("\n") <= 2
+
+
+def test_what_an_argument_may_be_is_no_misspelt_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model's name, a file or folder, and an id: the command itself answers."""
+    (tmp_path / "serch").mkdir()
+    monkeypatch.chdir(tmp_path)
+    names = [*models.names(), "serch", "lab/search"]
+    for command in [command for command in table.COMMANDS.values() if command.module and command.below]:
+        for name in names:
+            with pytest.raises(SystemExit):
+                cli.main([command.name, name, "--help"])
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
@@ -207,3 +228,35 @@ def test_a_missing_package_is_named(
         cli.main(["train", "super", "--tiny"])
     assert end.value.code == 2
     assert "package torch is not installed" in capsys.readouterr().err
+
+
+def test_the_cure_fits_the_python(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before Python 3.12 pip finds no megatron-core, and so not the extra that needs it."""
+    assert not_installed("google") == (
+        "package protobuf is not installed: pip install 'megatron-nemotron3[train]'"
+    )
+    monkeypatch.setattr(sys, "version_info", (3, 10, 4))
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert cli.main(["certify", "super", "--tp", "2"]) == 2
+    needs = (
+        "megatron-core needs Python 3.12, and this is 3.10: make an environment with python3.12, and there"
+    )
+    cure = "pip install 'megatron-nemotron3[train]'"
+    assert capsys.readouterr().err == (f"nemotron3 certify: package torch is not installed: {needs} {cure}\n")
+    assert not_installed("megatron.core").startswith("package megatron-core is not installed: megatron-core ")
+    assert not_installed("google.protobuf") == "package protobuf is not installed: pip install protobuf"
+    assert not_installed("torch", "convert").endswith(": pip install 'megatron-nemotron3[convert]'")
+
+
+def test_tensorboard_needs_protobuf(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without it Megatron would write no event files, and train."""
+    monkeypatch.setitem(sys.modules, "google", None)
+    monkeypatch.setitem(sys.modules, "google.protobuf", None)
+    words = ["train", "super", "--tiny", "--tensorboard", "--output", str(tmp_path / "run")]
+    assert cli.main(words) == 2
+    assert "--tensorboard: package protobuf is not installed: pip install protobuf" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

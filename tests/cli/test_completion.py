@@ -58,6 +58,8 @@ def completed(line: str, folder: Path) -> list[str]:
     [
         ("nemotron3 ", {name for name in COMMANDS if " " not in name}),
         ("nemotron3 distill ", {"logits", "projection"}),
+        ("nemotron3 report ", {"monitors", "bin/", "mine.json", "runs/", "script"}),
+        ("nemotron3 plan b", {"boundary", "bin/"}),
         ("nemotron3 plan boundary --ro", {"--rows", "--rows-per-sample"}),
         ("nemotron3 --ver", {"--version"}),
         ("nemotron3 show super --", {"--help", "--json", "--model", "--tiny"}),

@@ -44,10 +44,11 @@ def test_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(output, "INTERVAL", 0.0)
     monkeypatch.setattr(output.time, "monotonic", lambda: bar._started + 5)
     bar.to(2_000_000_000)
-    assert stream.getvalue() == "2.0 GB of 3.0 GB, 200.0 MB/s, 5 s left\n"
-    quiet = io.StringIO()
-    Bar("loss", "tokens", 10, stream=quiet, lines=False).to(5)
-    assert quiet.getvalue() == ""
+    assert stream.getvalue() == "convert: 2.0 GB of 3.0 GB, 200.0 MB/s, 5 s left\n"
+    slow = Bar("recompute", "layers", 88, stream=stream)
+    monkeypatch.setattr(output.time, "monotonic", lambda: slow._started + 8)
+    slow.to(2)
+    assert stream.getvalue().splitlines()[1:] == ["recompute: 2 of 88 layers, 0.2 layers/s, 344 s left"]
 
 
 def test_without_tqdm_a_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +57,7 @@ def test_without_tqdm_a_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> 
     terminal = Terminal()
     bar = Bar("verify", "files", 4, stream=terminal)
     bar.to(1)
-    assert terminal.getvalue().startswith("1 of 4 files, ")
+    assert terminal.getvalue().startswith("verify: 1 of 4 files, ")
 
 
 def test_training_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

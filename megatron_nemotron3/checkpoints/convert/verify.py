@@ -141,7 +141,7 @@ def verify_manifest(folder: Path, workers: int) -> int:
         return None
 
     sizes = [entry.get("bytes") for entry in entries.values() if isinstance(entry, dict)]
-    with Bar("verify", BYTES, sum(size for size in sizes if type(size) is int), lines=False) as bar:
+    with Bar("verify", BYTES, sum(size for size in sizes if type(size) is int)) as bar:
         results = parallel_map(work, sorted(entries), workers=workers, report=bar.to)
         problems = [found for found in results if found]
     for number, problem in enumerate(problems):

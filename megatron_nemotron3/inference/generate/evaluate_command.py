@@ -149,7 +149,7 @@ def measured_drafts(
     from megatron_nemotron3.inference.generate.evaluate import acceptance, losses
 
     most = engine.config.max_position_embeddings
-    with Bar("loss", "tokens", text.shape[0] * (text.shape[1] - 1), lines=False) as bar:
+    with Bar("loss", "tokens", text.shape[0] * (text.shape[1] - 1)) as bar:
         measured = losses(engine, text, depths, report=bar.add)
     accepted: list[Generation] = []
     new = min(NEW_TOKENS, most // 2)
@@ -158,7 +158,7 @@ def measured_drafts(
     step = len(ids) // count  # they are spread over the text
     prompts = [ids[i * step : i * step + length] for i in range(count)]
     if drafts:
-        with Bar("drafts", "tokens", len(prompts) * new * len(drafts), lines=False) as bar:
+        with Bar("drafts", "tokens", len(prompts) * new * len(drafts)) as bar:
             accepted = acceptance(engine, prompts, new, drafts, bar.add)
     return measured, accepted, f"{len(prompts)} prompts of {len(prompts[0])} tokens by {new} tokens each"
 
@@ -176,7 +176,7 @@ def _evaluate_conversations(found: CheckpointFolder, opened: Checkpoint, options
     for line in findings.lines(options.conversations):
         say(line, findings=[line])
     engine = load_engine(opened, options.device, options.dtype)
-    with Bar("loss", "tokens", sum(len(one.ids) for one in encoded), lines=False) as bar:
+    with Bar("loss", "tokens", sum(len(one.ids) for one in encoded)) as bar:
         measured = conversation_losses(engine, encoded, bar.add)
     title = f"{shown(found.checkpoint)}: {opened.config.name}"
     say(f"checkpoint   {title}", checkpoint=title, text=options.conversations, **asdict(measured))

@@ -11,10 +11,11 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from megatron_nemotron3.common.output import Bar
 from megatron_nemotron3.common.parser import hint
 from megatron_nemotron3.launch.plan.serving import ServingUse, serving_bytes, step_seconds
 from megatron_nemotron3.models import Nemotron3Config, count
@@ -193,20 +194,24 @@ def search(
     found: list[SmallerModel] = []
     nearest: list[SmallerModel] = []
     refused: list[ValueError] = []
-    for sizes in _combinations(values):
-        try:
-            space = _CandidateSpace(config, sizes, values, budget, serving, losses)
-        except ValueError as problem:
-            refused.append(problem)
-            continue
-        best = space.best()
-        if best is None:
-            nearest.append(space.smallest)
-            continue
-        found.append(best)
-        alike = space.best_alike()
-        if alike is not None and alike.config != best.config:
-            found.append(alike)
+    combinations = _combinations(values)
+    each = 100 / len(combinations)
+    with Bar("search", "%", 100) as bar:
+        for number, sizes in enumerate(combinations):
+            bar.to(int(each * number))
+            try:
+                space = _CandidateSpace(config, sizes, values, budget, serving, losses)
+            except ValueError as problem:
+                refused.append(problem)
+                continue
+            best = space.best(lambda done, before=number: bar.to(int(each * (before + done))))
+            if best is None:
+                nearest.append(space.smallest)
+                continue
+            found.append(best)
+            alike = space.best_alike()
+            if alike is not None and alike.config != best.config:
+                found.append(alike)
     if not found and not nearest:
         raise refused[0]
     if not found:
@@ -214,7 +219,7 @@ def search(
     return SearchResult(tuple(sorted(found, key=_order)), len(refused), str(refused[0]) if refused else "")
 
 
-def _combinations(values: Mapping[str, Sequence[int]]) -> Iterator[dict[str, int]]:
+def _combinations(values: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
     for name in values:
         require_known(name)
     if "num_layers" in values and any(name in values for name in BY_LAYER):
@@ -227,8 +232,7 @@ def _combinations(values: Mapping[str, Sequence[int]]) -> Iterator[dict[str, int
         raise ValueError(
             f"{number} combinations of {', '.join(whole)}: give fewer values, for {MOST_COMBINATIONS} at most"
         )
-    for chosen in itertools.product(*whole.values()):
-        yield dict(zip(whole, chosen, strict=True))
+    return [dict(zip(whole, chosen, strict=True)) for chosen in itertools.product(*whole.values())]
 
 
 _Row = tuple[int, int]
@@ -295,7 +299,7 @@ class _CandidateSpace:
         lost = sum(self.losses.experts(layer, *row) for layer, row in zip(self.numbers, rows, strict=True))
         return SmallerModel(config, sizes, self.layers, self.rest + lost, costs(config, self.serving))
 
-    def best(self) -> SmallerModel | None:
+    def best(self, report: Callable[[float], object]) -> SmallerModel | None:
         if not self._fits(self.smallest):
             return None
         groups = [
@@ -304,7 +308,7 @@ class _CandidateSpace:
         ]
         limits = [limit - self.smallest.costs[name] for name, limit in self.budget.items()]
         # Without: nothing to choose, or only the smallest is left.
-        picked = choose(groups, limits) if groups and min(limits, default=1.0) > 0 else None
+        picked = choose(groups, limits, report) if groups and min(limits, default=1.0) > 0 else None
         if picked is None:
             return self.smallest
         return self.candidate([rows[index] for rows, index in zip(self.rows, picked, strict=True)])

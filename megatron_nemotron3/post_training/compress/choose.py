@@ -10,7 +10,7 @@ loss: with a price for each limit, at which the cheapest options of all groups t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from heapq import nsmallest
 from itertools import accumulate
 from typing import NamedTuple
@@ -39,8 +39,16 @@ _Numbered = tuple[int, Option]
 _Partials = dict[Option, tuple[int, ...]]
 
 
-def choose(groups: Sequence[Sequence[Option]], limits: Sequence[float]) -> tuple[int, ...] | None:
-    """Return the number of the option of each group, or None if no choice within the limits was found."""
+def choose(
+    groups: Sequence[Sequence[Option]],
+    limits: Sequence[float],
+    report: Callable[[float], object] = lambda done: None,
+) -> tuple[int, ...] | None:
+    """Return the number of the option of each group, or None if no choice within the limits was found.
+
+    Args:
+        report: called with the share of the groups that is done.
+    """
     kept = [_undominated(_share(option, limits) for option in group) for group in groups]
     least = _suffixes([[min(o.costs[c] for _, o in group) for c in range(len(limits))] for group in kept])
     most_loss = sum(max(option.loss for _, option in group) for group in kept)
@@ -55,12 +63,13 @@ def choose(groups: Sequence[Sequence[Option]], limits: Sequence[float]) -> tuple
                 if all(a <= b for a, b in zip(after, room, strict=True)):
                     grown.setdefault(Option(round(loss + option.loss, _DIGITS), after), (*numbers, index))
         partials = grown
+        done = (number + 1) / len(kept)
         if len(grown) > MOST:
             # Of equal ones those that use the limits evenly: a limit left over, or used up early, is lost.
-            done = (number + 1) / len(kept)
             even = [a - b + (1 - a) * done for a, b in zip(least[0], least[number + 1], strict=True)]
             best = nsmallest(MOST, grown, key=lambda one: _priority(one, prices, even, _EVEN * most_loss))
             partials = {one: grown[one] for one in best}
+        report(done)
     return partials[min(partials)] if partials else None
 
 

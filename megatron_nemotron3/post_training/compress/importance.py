@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megatron_nemotron3.checkpoints.convert.into_model import load_weights
 from megatron_nemotron3.checkpoints.convert.opened import Checkpoint
+from megatron_nemotron3.common.output import Bar
 from megatron_nemotron3.cpu import cpu_mode
 from megatron_nemotron3.launch import Launch
 from megatron_nemotron3.layers.experts import GroupedExperts
@@ -275,6 +276,7 @@ def _forward(model: HybridModel, text: Tensor, losses: list[Tensor]) -> None:
 
     rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     own = text[rank::size].to(next(model.parameters()).device)
+    tokens = text.shape[0] * (text.shape[1] - 1)
     positions = torch.arange(own.shape[1] - 1, device=own.device)[None]
 
     def loss(output: Tensor) -> tuple[Tensor, dict[str, Any]]:
@@ -285,12 +287,21 @@ def _forward(model: HybridModel, text: Tensor, losses: list[Tensor]) -> None:
         window = next(windows)[None]
         return part(window[:, :-1], positions, None, labels=window[:, 1:].contiguous()), loss
 
-    get_forward_backward_func()(
-        forward_step_func=step,
-        data_iterator=iter(own),
-        model=model,
-        num_microbatches=len(own),
-        seq_length=own.shape[1] - 1,
-        micro_batch_size=1,
-        forward_only=True,
-    )
+    def windows(bar: Bar | None) -> Iterator[Tensor]:
+        for number, window in enumerate(own):
+            if bar is not None:
+                bar.to(number * tokens // len(own))
+            yield window
+
+    with ExitStack() as stack:
+        first = torch.distributed.get_rank() == 0
+        bar = stack.enter_context(Bar("measure", "tokens", tokens)) if first else None
+        get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=windows(bar),
+            model=model,
+            num_microbatches=len(own),
+            seq_length=own.shape[1] - 1,
+            micro_batch_size=1,
+            forward_only=True,
+        )

@@ -131,7 +131,7 @@ def _encoded(inputs: FineTuneInputs, folder: Path) -> list[Encoded]:
     result: list[Encoded] = []
     length, fitting, too_long = int(str(inputs.record["seq_length"])), 0, 0
     count = len(inputs.train) + len(inputs.held_out)
-    with Bar("read conversations", "lines", count, lines=False) as bar:
+    with Bar("read conversations", "lines", count) as bar:
         for lines in (inputs.train, inputs.held_out):
             for place, line in lines.items():
                 for one in parse_line(line, place, form=reading.form):

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_nemotron3.common.output import Bar
 from megatron_nemotron3.proof.bisect.causes import LAYERS, Cause, model_causes, stale_causes
 from megatron_nemotron3.proof.bisect.causes_experts import expert_causes
 from megatron_nemotron3.proof.bisect.causes_mixers import attention_causes, mamba_causes
@@ -29,6 +30,9 @@ from megatron_nemotron3.proof.bisect.hypotheses import Hypotheses, SequenceRun
 from megatron_nemotron3.proof.bisect.located import first_router, first_segment
 from megatron_nemotron3.proof.bisect.recompute import Recomputation
 from megatron_nemotron3.proof.bisect.recording import Recording
+
+#: A cause, and the layers in which it is tried.
+_Place = tuple[Cause, tuple[int, ...]]
 
 
 def cause_table() -> list[Cause]:
@@ -92,7 +96,7 @@ class Investigation:
         if segment is None and side.noise <= LIMIT:
             side.deviates = side.mtp_only = not side.mtp_noise <= LIMIT
             if mtp is not None and side.mtp_only:
-                trials = self._trials_of_mtp(hypotheses, recording)
+                trials = self._trials_of_mtp(name, hypotheses, recording)
                 side.explanations = best(mtp.explained(trials))
             return side
         side.deviates = True
@@ -128,7 +132,7 @@ class Investigation:
         stop = self.model.depth + 1 if side.routed is None else side.routed + 1
         before, found = evidence.size(), []
 
-        def trials(alone: bool) -> Iterator[Trial]:
+        def places(alone: bool) -> Iterator[_Place]:
             for cause in self.causes:
                 if cause.located:
                     continue
@@ -136,33 +140,44 @@ class Investigation:
                 for number, scope in enumerate(hypotheses.scopes(cause)):
                     begin = min(scope, default=self.model.depth if last else 0)
                     if (number > 0 and len(scope) == 1) == alone and begin < stop:
-                        rows = hypotheses.logprobs(cause, scope)
-                        if rows is not None:
-                            yield cause, scope, _scored(recording, rows)
+                        yield cause, scope
+
+        def trials(tried: Sequence[_Place]) -> Iterator[Trial]:
+            with Bar(side.name, "trials", len(tried)) as bar:
+                for cause, scope in tried:
+                    rows = hypotheses.logprobs(cause, scope)
+                    if rows is not None:
+                        yield cause, scope, _scored(recording, rows)
+                    bar.add(1)
 
         for alone, where in ((False, "all layers"), (True, "each layer")):
             self.echo(f"{side.name}: trying {len(self.causes)} causes in {where}")
-            found += evidence.explained(trials(alone))
+            found += evidence.explained(trials(list(places(alone))))
             if any(after <= ROUNDED * before for after, _ in found):
                 break
         return best(found)
 
-    def _trials_of_mtp(self, hypotheses: Hypotheses, recording: Recording) -> Iterator[Trial]:
-        """MTP's log-probabilities with each cause in all of its layers."""
+    def _trials_of_mtp(self, name: str, hypotheses: Hypotheses, recording: Recording) -> Iterator[Trial]:
+        """MTP's log-probabilities with each cause in all of its layers; `name` of the side."""
         model, numbers = self.model, range(self.model.depth, len(self.model.layers))
+        tried: list[_Place] = []
         for cause in self.causes:
             layers = tuple(n for n in numbers if cause.kind in (LAYERS, model.layers[n].part))
             if cause.mtp is not None:
-                layers = tuple(numbers)
-            elif cause.layer is None or not layers or cause.located or cause.joined:
-                continue
-            found = []
-            for i, run in enumerate(hypotheses.plain):
-                changes = hypotheses.changes(cause, layers, i) or {}
-                given = run.streams[model.depth], hypotheses.ids[i][None], changes
-                rows = model.mtp_logprobs(*given, blocks=cause.mtp) if changes or cause.mtp else run.logprobs
-                found.append({depth: row.view(-1) for depth, row in rows.items()})
-            yield cause, layers, _mtp_scored(recording, found)
+                tried.append((cause, tuple(numbers)))
+            elif cause.layer is not None and layers and not cause.located and not cause.joined:
+                tried.append((cause, layers))
+        with Bar(f"{name}, MTP", "trials", len(tried)) as bar:
+            for cause, layers in tried:
+                found = []
+                for i, run in enumerate(hypotheses.plain):
+                    changes = hypotheses.changes(cause, layers, i) or {}
+                    given = run.streams[model.depth], hypotheses.ids[i][None], changes
+                    changed = changes or cause.mtp
+                    rows = model.mtp_logprobs(*given, blocks=cause.mtp) if changed else run.logprobs
+                    found.append({depth: row.view(-1) for depth, row in rows.items()})
+                yield cause, layers, _mtp_scored(recording, found)
+                bar.add(1)
 
 
 def _evidence(hypotheses: Hypotheses, recording: Recording, mtp: bool = False) -> Evidence:

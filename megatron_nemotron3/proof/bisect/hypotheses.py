@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from megatron_nemotron3.common.output import Bar
 from megatron_nemotron3.proof.bisect.causes import LAYERS, MODEL, Cause, Context
 from megatron_nemotron3.proof.bisect.recompute import DRAWS, LayerStep, Noise, Recomputation, Steps, rounding
 from megatron_nemotron3.proof.bisect.recording import Sequence as Recorded
@@ -58,14 +59,18 @@ class Hypotheses:
         units = {rounding(dtype) for dtype in dtypes}
         keys = [(0.0, 0), *((unit, draw) for unit in sorted(units) for draw in range(DRAWS))]
         new = [key for key in keys if key not in self._runs]
+        if not new:
+            return
         for key in new:
             self._runs[key] = [SequenceRun() for _ in self.ids]
         rows = [
             (i, Noise(unit, draw, i) if unit else None) for unit, draw in new for i in range(len(self.ids))
         ]
         runs = [run for key in new for run in self._runs[key]]
-        for batch in self.batches(rows):
-            self._run([rows[n] for n in batch], [runs[n] for n in batch])
+        batches = list(self.batches(rows))
+        with Bar("recompute", "layers", len(batches) * self.model.depth) as bar:
+            for batch in batches:
+                self._run([rows[n] for n in batch], [runs[n] for n in batch], bar)
 
     @property
     def plain(self) -> list[SequenceRun]:
@@ -94,7 +99,7 @@ class Hypotheses:
         """Token ids of the rows [rows, longest]; padding at the end changes nothing before it."""
         return padded([self.ids[i] for i, _ in rows])
 
-    def _run(self, rows: Sequence[Row], runs: Sequence[SequenceRun]) -> None:
+    def _run(self, rows: Sequence[Row], runs: Sequence[SequenceRun], bar: Bar) -> None:
         ids, noise = self.padded_ids(rows), [one for _, one in rows]
         lengths, depth = [len(self.ids[i]) for i, _ in rows], self.model.depth
         # Every how many layers a stream is kept.
@@ -113,6 +118,7 @@ class Hypotheses:
             keep(step.layer + 1, x)
             for length, run, chosen in zip(lengths, runs, step.routing.chosen if step.routing else ()):
                 run.experts[step.layer] = chosen[:length]
+            bar.add(1)
         found = {0: self.model.logprobs(x, ids, noise=noise)}
         found |= self.model.mtp_logprobs(x, ids, noise=noise) if self.mtp else {}
         for row, (length, run) in enumerate(zip(lengths, runs, strict=True)):

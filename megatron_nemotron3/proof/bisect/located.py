@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from megatron_nemotron3.common.output import Bar
 from megatron_nemotron3.proof.bisect.causes import Cause
 from megatron_nemotron3.proof.bisect.causes_experts import of_experts
 from megatron_nemotron3.proof.bisect.causes_mixers import of_window
@@ -114,19 +115,22 @@ class LayerSegment:
 
     def trials(self, causes: Sequence[Cause]) -> Iterator[Trial]:
         """The outputs with each cause in each layer of the segment where it may be."""
-        inside, tried = set(range(self.first, self.stop)), set()
+        inside = set(range(self.first, self.stop))
+        tried: dict[tuple[str, tuple[int, ...]], Cause] = {}
         for cause in causes:
             for scope in self.hypotheses.scopes(cause):
                 layers = tuple(sorted(inside & set(scope)))
-                if (cause.name, layers) in tried or bool(layers) != bool(scope) and not self.last:
-                    continue
-                tried.add((cause.name, layers))
+                if bool(layers) == bool(scope) or self.last:
+                    tried.setdefault((cause.name, layers), cause)
+        with Bar(f"layers {self.first} to {self.stop - 1}", "trials", len(tried)) as bar:
+            for (_, layers), cause in tried.items():
                 found = self.hypotheses.each(
                     lambda n, c=cause, ls=layers: self._with(c, ls, self.sequences[n]),  # type: ignore[misc]
                     self.evidence.plain,
                 )
                 if found is not None:
                     yield cause, layers, found
+                bar.add(1)
 
     def _with(self, cause: Cause, layers: tuple[int, ...], number: int) -> Tensor | None:
         """The output for a sequence with a cause in some layers; None if the cause changes nothing here."""
@@ -164,19 +168,21 @@ def first_segment(hypotheses: Hypotheses, recording: Recording) -> LayerSegment 
     if not recorded:
         return None
     before = -1
-    for layer in [*recorded, depth]:
-        if layer == depth and before < depth - 1:
-            break
-        there = tuple(
-            i
-            for i, known in enumerate(complete)
-            if (before < 0 or before in known) and (layer in known or layer == depth)
-        )
-        if there:
-            segment = LayerSegment(hypotheses, recording, before + 1, layer + 1, there)
-            if not segment.evidence.distance() <= LIMIT_OF_LAYER:
-                return segment
-        before = layer
+    with Bar("hidden states", "layers", len(recorded) + 1) as bar:
+        for layer in [*recorded, depth]:
+            if layer == depth and before < depth - 1:
+                break
+            there = tuple(
+                i
+                for i, known in enumerate(complete)
+                if (before < 0 or before in known) and (layer in known or layer == depth)
+            )
+            if there:
+                segment = LayerSegment(hypotheses, recording, before + 1, layer + 1, there)
+                if not segment.evidence.distance() <= LIMIT_OF_LAYER:
+                    return segment
+            before = layer
+            bar.add(1)
     return None
 
 

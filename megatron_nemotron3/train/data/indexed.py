@@ -61,7 +61,7 @@ def write_dataset(
     tokens = 0
     files = atomic_group(Path(prefix + ".bin"), Path(prefix + ".idx"))
     total = len(docs) if isinstance(docs, Sized) else None
-    with files as (bin_path, idx_path), Bar("encode text", "documents", total, lines=False) as bar:
+    with files as (bin_path, idx_path), Bar("encode text", "documents", total) as bar:
         with bin_path.open("wb") as stream:
             for ids in _encoded(docs, tokenizer):
                 # numpy would silently wrap an id that does not fit.

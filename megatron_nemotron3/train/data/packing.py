@@ -279,7 +279,7 @@ def _write(path: str, encoder: Encoder | ConversationEncoder, folder: Path, form
 
     tokens, trained, origins, borders = array("i"), array("b"), array("q"), array("q", [0])
     findings = Findings()
-    with Bar("encode conversations", "lines", lines=False) as bar:
+    with Bar("encode conversations", "lines") as bar:
         for conversation, encoded in encoded_conversations(path, encoder.encode, form, findings):
             line = int(conversation.place.rpartition(":")[2])
             if encoded.ids:

@@ -26,6 +26,7 @@ def test_a_good_environment() -> None:
     ("change", "subject", "level", "word"),
     [
         ({"python": "3.11.9"}, "python", "error", "Python 3.12"),
+        ({"python": "3.10.4", "megatron-core": None}, "python", "error", "Python 3.12"),
         ({"megatron-core": "0.18.2"}, "megatron-core", "error", "older than 0.19"),
         ({"triton": None}, "triton", "error", "pip install triton"),
         ({"torch": None}, "torch", "error", "not installed"),

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megatron_nemotron3.cli import main
+from megatron_nemotron3.common import output
 from megatron_nemotron3.launch import Launch, ParallelLayout
 from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.models.command import model as own_model
@@ -53,12 +54,17 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_measure_then_cut(place: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_measure_then_cut(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
     """One command measures and cuts; its scores cut the Hugging Face form to the same weights."""
+    monkeypatch.setattr(output, "INTERVAL", 0.0)
     words = ["prune", str(place / "model"), "--data-path", str(place / "data"), *MEASURE]
     words += ["--scores", str(tmp_path / "s"), "--sizes", *WORDS, "--output", str(tmp_path / "out"), "--json"]
     assert main(words) == 0
-    said = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    assert "measure: 256 of 512 tokens, " in printed.err
+    said = json.loads(printed.out)
     assert said["tokens"] == 512 and said["parameters"] < said["parameters_before"] and said["loss"] > 1
     assert Scores.load(tmp_path / "s", SUPER).tokens == 512
     config = own_model(str(tmp_path / "out" / "model.json"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from megatron_nemotron3 import cli
+from megatron_nemotron3.common import output
 from megatron_nemotron3.launch.plan.hardware import GPUS
 from megatron_nemotron3.launch.plan.serving import ServingUse
 from megatron_nemotron3.models import Nemotron3Config, get
@@ -186,7 +188,7 @@ def nemotron3(*words: object) -> int:
     return cli.main([str(word) for word in words])
 
 
-def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """What it writes is a model that other commands take."""
     file = tmp_path / "best.json"
     words = (
@@ -207,8 +209,11 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert nemotron3("plan", "--model", file, "--gpus", 8, "--gpu", "h100") == 0
     assert nemotron3("flags", "--model", file) == 0
     assert "stack_spec@ME" in capsys.readouterr().out
+    monkeypatch.setattr(output, "INTERVAL", 0.0)
     assert nemotron3(*words, "--budget", "params=2600k", "--json") == 0
-    facts = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    assert re.search(r"^search: 20 %, .* s left$", printed.err, re.M)
+    facts = json.loads(printed.out)
     assert facts["candidates"][0]["config"]["moe_layers"] == [list(row) for row in found.moe_layers]
     # Its own output is where the next search begins.
     assert (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from megatron_nemotron3.cli import main
+from megatron_nemotron3.common import output
 from megatron_nemotron3.inference.generate.decode import load
 from megatron_nemotron3.inference.generate.engine import Engine
 from megatron_nemotron3.models import get
@@ -76,8 +78,12 @@ def test_the_wrong_side_is_named_on_either_side(
 ) -> None:
     few = [cause for cause in cause_table() if cause.name.startswith("a routed scaling")]
     monkeypatch.setattr(diagnose, "cause_table", lambda: few)
+    monkeypatch.setattr(output, "INTERVAL", 0.0)
     assert run(place, "wrong.pt", "--json") == 1
-    found = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert re.search(r"^recompute: 3 of \d+ layers, .* s left$", printed.err, re.M)
+    assert re.search(rf"^engine: 1 of {len(few)} trials?, .* s left$", printed.err, re.M)
     assert found["deviates"] == ["engine"] and found["model"] == "custom" and found["tokens"] == 96
     assert found["engine"]["cause"] is not None and found["engine"]["layer"] == 2
     assert any(line.startswith("engine (vllm, float32) deviates") for line in found["findings"])
