@@ -23,7 +23,7 @@ PACKAGE = ROOT / NAME
 
 #: Room -> lines that it may have, in the order of imports.
 ROOMS = {
-    "common": 2890,
+    "common": 2930,
     "models": 3390,
     "cpu": 1040,
     "precision": 4300,
@@ -31,14 +31,14 @@ ROOMS = {
     "checkpoints": 11070,
     "launch": 10170,
     "boundary": 4330,
-    "train": 9720,
+    "train": 9730,
     "specs": 260,
-    "inference": 5670,
-    "post_training": 5270,
+    "inference": 5680,
+    "post_training": 5290,
     "run": 360,
-    "proof": 7430,
+    "proof": 7460,
     "bridge": 340,
-    "cli": 1250,
+    "cli": 1280,
 }
 #: A room may be this much smaller than its budget before the budget must fall, as a share.
 SLACK = 0.03
