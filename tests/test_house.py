@@ -34,7 +34,7 @@ ROOMS = {
     "train": 9730,
     "specs": 260,
     "inference": 5680,
-    "post_training": 5290,
+    "post_training": 5300,
     "run": 360,
     "proof": 7460,
     "bridge": 340,

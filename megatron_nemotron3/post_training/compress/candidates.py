@@ -204,7 +204,11 @@ def search(
             except ValueError as problem:
                 refused.append(problem)
                 continue
-            best = space.best(lambda done, before=number: bar.to(int(each * (before + done))))
+
+            def searched(share: float, before: int = number) -> None:
+                bar.to(int(each * (before + share)))
+
+            best = space.best(searched)
             if best is None:
                 nearest.append(space.smallest)
                 continue
