@@ -104,11 +104,13 @@ class _Renderer:
         mark = next(one for one in _NONCHARACTERS if one not in text)
         numbers = {id(message): number for number, message in enumerate(messages)}
 
-        def call(kind: str, message: Any = None) -> str:
+        def call(kind: str, message: Any = None, *around: Any) -> str:
             if kind in "gh":
                 return f"{mark}{kind}{mark}"
             number = numbers.get(id(message))
-            return "" if number is None else f"{mark}{kind}{number}{mark}"
+            # A loop inside the turn of a message looks at others; it does not end that turn.
+            inside = any(id(one) in numbers for one in around)
+            return "" if number is None or inside else f"{mark}{kind}{number}{mark}"
 
         pieces = re.split(
             f"{mark}([a-z])(\\d*){mark}", _write(marked, {**given, _CALL: call}, messages, False)
@@ -161,10 +163,18 @@ def _compile(source: str) -> tuple[Any, Any, bool]:
         call = nodes.Call(nodes.Name(_CALL, "load"), [nodes.Const(kind), *message], [], None, None)
         return nodes.Output([call]).set_lineno(1)
 
-    for loop in list(tree.find_all(nodes.For)):
-        if isinstance(loop.target, nodes.Name):
-            begin, end = (mark(kind, nodes.Name(loop.target.name, "load")) for kind in "be")
-            loop.body = [begin, *loop.body, end]
+    def mark_loops(node: Any, around: tuple[str, ...]) -> None:
+        for inner in list(node.iter_child_nodes()):
+            if not isinstance(inner, nodes.For) or not isinstance(inner.target, nodes.Name):
+                mark_loops(inner, around)
+                continue
+            name = inner.target.name
+            others = tuple(other for other in around if other != name)
+            mark_loops(inner, (*others, name))
+            given = [nodes.Name(one, "load") for one in (name, *others)]
+            inner.body = [mark("b", *given), *inner.body, mark("e", *given)]
+
+    mark_loops(tree, ())
     # The only extension that calls a block is the one of `generation`.
     blocks = [
         one for one in tree.find_all(nodes.CallBlock) if isinstance(one.call.node, nodes.ExtensionAttribute)

@@ -286,6 +286,7 @@ class Encoder:
                     skipped.append(turn)
                 elif rendered.generated is None:
                     spans.append((_behind_header(rendered, turn, i + 1), turn[1]))
+                    remarks += [(one, place) for one in _doubts(rendered, turn, message)]
         except ValueError as problem:
             raise ValueError(f"{place}: {problem}") from None
         for name in conversation.variables:
@@ -325,6 +326,15 @@ def _behind_header(rendered: Rendered, turn: Span, number: int) -> int:
             f"message {number} does not begin with {rendered.header!r}, as its prompt does: {_CURE}"
         )
     return start + len(rendered.header)
+
+
+def _doubts(rendered: Rendered, turn: Span, message: Message) -> Iterator[str]:
+    """What may be missing or too much where a template does not say what the assistant wrote."""
+    if not rendered.header:
+        yield f"prompts do not begin an answer, so its header in the chat template is trained, too: {_CURE}"
+    answer, text = str(message["content"]).strip(), rendered.text[turn[0] : turn[1]].rstrip()
+    if answer and text.endswith(answer):
+        yield f"the turn of an answer has no end, so the model does not learn to end it: {_CURE}"
 
 
 def _left_out(rendered: Rendered, turn: Span, message: Message, number: int) -> Iterator[str]:

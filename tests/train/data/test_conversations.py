@@ -241,6 +241,27 @@ def test_nothing_behind_a_list_is_dropped(tmp_path: Path) -> None:
         list(read_conversations(path))
 
 
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (TURNS.replace("<|end|>", "{% for n in messages %}{{ n.role | length }}{% endfor %}<|end|>"), ""),
+        (TURNS.partition("{% if add")[0], "prompts do not begin an answer"),
+        (
+            TURNS.replace("<|end|>\n", "{{ '' if loop.last else '<|end|>' }}"),
+            "the turn of an answer has no end",
+        ),
+    ],
+)
+def test_where_turns_begin_and_end(tmp_path: Path, template: str, said: str) -> None:
+    """A loop inside a turn does not end it; what a template does not tell is said."""
+    encoder = Encoder(write_tokenizer(tmp_path / "t", template))
+    (chat,) = read_conversations(write_lines(tmp_path / "c.jsonl", [{"messages": CHAT}]))
+    text, spans = encoder.text(chat)
+    assert {remark.partition(",")[0] for remark, _ in encoder.encode(chat).remarks} == {said} - {""}
+    assert said or [text[start:end] for start, end in spans][1].startswith("3 pears")
+    assert said or all(text[start:end].endswith("<|end|>\n") for start, end in spans)
+
+
 def test_what_is_not_trained_is_said_within_limits(tmp_path: Path) -> None:
     lines: list[Any] = [{"messages": CHAT, f"{i} " * 999: 1} for i in range(40)]
     lines.append({"messages": [*CHAT, say("bard", "x")]})
