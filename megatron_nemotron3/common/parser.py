@@ -242,13 +242,12 @@ def not_installed(module: str, extra: str = "train") -> str:
     return f"package {package} is not installed: {cure}"
 
 
-def resolve_device(device: str) -> str:
-    """auto -> cuda where torch sees a GPU, else cpu."""
-    try:
-        with exit_at_interrupt("megatron_nemotron3"):
-            import torch
-    except ModuleNotFoundError as missing:
-        fail(not_installed(missing.name or "torch"))
+def resolve_device(device: str, *needed: str) -> str:
+    """auto -> cuda where torch sees a GPU, else cpu; `needed`: modules without which nothing begins."""
+    if (missing := first_missing("torch", *needed)) is not None:
+        fail(not_installed(missing))
+    with exit_at_interrupt("megatron_nemotron3"):
+        import torch
     available = torch.cuda.is_available()
     if device == "cuda" and not available:
         fail("--device cuda, but torch sees no GPU: use --device cpu")

@@ -88,7 +88,7 @@ def _train(options: argparse.Namespace) -> int:
         if problem := te_problem():
             raise ValueError(f"--backend te: {problem}")
     with exit_at_interrupt("nemotron3 train"):  # imports torch
-        device = resolve_device(options.device)
+        device = resolve_device(options.device, "megatron.core")
     if device == "cpu":
         quiet_on_cpu()
     launch = chosen_launch(

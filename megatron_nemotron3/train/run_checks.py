@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from megatron_nemotron3.common.parser import fail, option_value
+from megatron_nemotron3.common.parser import fail, first_missing, not_installed, option_value
 from megatron_nemotron3.common.switches import LOCK
 from megatron_nemotron3.launch import data_check
 from megatron_nemotron3.launch.versions import require_supported
@@ -26,7 +26,9 @@ def failing(*kinds: type[Exception]) -> Iterator[None]:
 
 
 def require_supported_megatron() -> None:
-    """Stop unless the megatron-core that would be imported is a supported version."""
+    """Stop unless there is a megatron-core to import, of a supported version."""
+    if first_missing("megatron.core"):
+        fail(not_installed("megatron.core"))
     with failing(ValueError):
         require_supported()
 

@@ -13,6 +13,7 @@ import megatron_nemotron3
 from megatron_nemotron3 import cli, models
 from megatron_nemotron3.cli import table
 from megatron_nemotron3.common.parser import OPTIONS, not_installed
+from megatron_nemotron3.train.run_checks import require_supported_megatron
 from tests.support.invariants import options_of
 
 
@@ -259,4 +260,19 @@ def test_tensorboard_needs_protobuf(
     words = ["train", "super", "--tiny", "--tensorboard", "--output", str(tmp_path / "run")]
     assert cli.main(words) == 2
     assert "--tensorboard: package protobuf is not installed: pip install protobuf" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_megatron_nothing_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "megatron", None)
+    monkeypatch.setitem(sys.modules, "megatron.core", None)
+    train = ["train", "super", "--tiny", "--output", str(tmp_path / "run")]
+    for begin in (lambda: cli.main(train), require_supported_megatron):  # the second one is of `run`
+        with pytest.raises(SystemExit) as end:
+            begin()
+        error = capsys.readouterr().err
+        assert end.value.code == 2 and error.count("\n") == 1
+        assert "package megatron-core is not installed: pip install 'megatron-nemotron3[train]'" in error
     assert not list(tmp_path.iterdir())

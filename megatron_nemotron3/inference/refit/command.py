@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_nemotron3.checkpoints.convert.quantized import read_scales
 from megatron_nemotron3.common.options import NEEDED, add_command, flag, json_flag, option
-from megatron_nemotron3.common.output import print_json
+from megatron_nemotron3.common.output import Bar, print_json
 from megatron_nemotron3.inference.refit.layouts import DTYPES, EngineLayout, Training
 from megatron_nemotron3.inference.refit.shares import ENGINES
 from megatron_nemotron3.models.command import ModelOptions, chosen_model
@@ -75,9 +75,15 @@ def refit(options: RefitOptions) -> int:
 
     from megatron_nemotron3.inference.refit.planner import make_plan
 
-    plan = make_plan(
-        training, serving, buffer=options.buffer * _MIB, colocated=options.colocated, only=options.delta
-    )
+    with Bar("plan", "transfers") as bar:
+        plan = make_plan(
+            training,
+            serving,
+            buffer=options.buffer * _MIB,
+            colocated=options.colocated,
+            only=options.delta,
+            report=bar.to,
+        )
     load = plan.load()
     if options.json:
         facts = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
@@ -175,6 +175,7 @@ def make_plan(
     buffer: int = BUFFER,
     colocated: bool = False,
     only: str | None = None,
+    report: Callable[[int, int], object] = lambda done, total: None,
 ) -> RefitPlan:
     """Plan a refit.
 
@@ -182,6 +183,7 @@ def make_plan(
         buffer: most bytes that a rank sends, and most that it receives, in a step.
         colocated: training rank r and serving rank r are one process, which copies what it has itself.
         only: pattern of names ("mtp.*") to which the plan is restricted.
+        report: called with the number of transfers that have a step, and that of all.
 
     Raises:
         ValueError: the layouts are of different models, a side cannot hold the model, the buffer is less
@@ -198,7 +200,7 @@ def make_plan(
     for part in sorted(parts, key=lambda p: (len(p.candidates), -p.transfer.bytes)):
         senders = _chosen_senders(part, loads, colocated)
         part.transfer = part.transfer._replace(senders=senders.tobytes())
-    transfers = _in_steps(parts, training, serving, buffer, colocated)
+    transfers = _in_steps(parts, training, serving, buffer, colocated, report)
     return RefitPlan(training, serving, buffer, colocated, transfers)
 
 
@@ -287,7 +289,12 @@ def _chosen_senders(part: _Part, loads: Any, colocated: bool) -> _Ranks:
 
 
 def _in_steps(
-    parts: list[_Part], training: Training, serving: EngineLayout, buffer: int, colocated: bool
+    parts: list[_Part],
+    training: Training,
+    serving: EngineLayout,
+    buffer: int,
+    colocated: bool,
+    report: Callable[[int, int], object],
 ) -> tuple[TensorTransfer, ...]:
     chunks: list[tuple[Any, ...]] = []
     for part in parts:
@@ -311,6 +318,7 @@ def _in_steps(
         step, space = place
         space[ranks] += added
         found.append(transfer._replace(step=step))
+        report(len(found), len(chunks))
     return tuple(sorted(found, key=lambda transfer: transfer.step))
 
 

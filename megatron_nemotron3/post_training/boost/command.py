@@ -89,7 +89,7 @@ def boost_command(options: argparse.Namespace) -> int:
     boost = Boost(options.loss, options.loss_temperature, options.mix, options.decay)
     from megatron_nemotron3.post_training.boost import inputs as boost_inputs
 
-    options.device = resolve_device(options.device)
+    options.device = resolve_device(options.device, "megatron.core")
     if options.device == "cpu":
         quiet_on_cpu()
     with trusting(options.trust_checkpoint):

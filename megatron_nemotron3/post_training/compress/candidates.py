@@ -197,18 +197,19 @@ def search(
     combinations = _combinations(values)
     each = 100 / len(combinations)
     with Bar("search", "%", 100) as bar:
+
+        def after(number: int) -> Callable[[float], object]:
+            """What shows the share of a combination that is done, after so many others."""
+            return lambda done: bar.to(int(each * (number + done)))
+
         for number, sizes in enumerate(combinations):
-            bar.to(int(each * number))
+            after(number)(0.0)
             try:
                 space = _CandidateSpace(config, sizes, values, budget, serving, losses)
             except ValueError as problem:
                 refused.append(problem)
                 continue
-
-            def searched(share: float, before: int = number) -> None:
-                bar.to(int(each * (before + share)))
-
-            best = space.best(searched)
+            best = space.best(after(number))
             if best is None:
                 nearest.append(space.smallest)
                 continue

@@ -204,7 +204,7 @@ def _manifest(
 
 
 def _launch(options: LogitsOptions, teacher: TeacherCheckpoint, data: TrainingData, length: int) -> Launch:
-    on_cpu = resolve_device(options.device) == "cpu"
+    on_cpu = resolve_device(options.device, "megatron.core") == "cpu"
     layout, size = chosen_layout(options), options.micro_batch_size
     schedule = TrainingSchedule(
         micro_batch_size=size,
@@ -232,7 +232,7 @@ def _run(options: LogitsOptions, launch: Launch, argv: list[str], manifest: Logi
     from megatron_nemotron3.post_training.distill.stored import mass_of
     from megatron_nemotron3.train import processes
 
-    device = resolve_device(options.device)
+    device = resolve_device(options.device, "megatron.core")
     command = processes.command(argv, launch.layout.world_size, device, SCRIPT)
     env = processes.environment(launch.layout.world_size, device, launch.config.hidden_size)
     env |= {

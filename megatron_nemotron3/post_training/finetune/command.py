@@ -150,7 +150,7 @@ def _prepared(options: FinetuneOptions, lora: LoRASettings | None, source: Path)
         seq_length=options.seq_length,
     )
     require_schedule(options, checked.config)
-    device = resolve_device(options.device)
+    device = resolve_device(options.device, "megatron.core")
     if device == "cpu":
         quiet_on_cpu()
     held_out = given.prepare(checked, options.output)
