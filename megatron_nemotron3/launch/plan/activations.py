@@ -16,7 +16,9 @@ from megatron_nemotron3.launch import Launch
 from megatron_nemotron3.launch.plan.activation_forms import DROPPED, FORMS, Form, RankShare
 from megatron_nemotron3.launch.plan.flops import letter, resolve, symbols
 from megatron_nemotron3.launch.plan.options import MODULES, OFFLOADED, Recompute, runs
-from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.launch.plan.state import has_adapter, named_layers
+from megatron_nemotron3.models import LoRASettings, Nemotron3Config
+from megatron_nemotron3.models.tensors import rows_of
 from megatron_nemotron3.precision.formats import BF16, FORMATS
 from megatron_nemotron3.precision.model_formats import ModelFormats
 
@@ -143,6 +145,84 @@ def _offloadable(
     return ()
 
 
+@lru_cache(maxsize=256)
+def adapted_linears(config: Nemotron3Config, lora: LoRASettings, kind: str) -> frozenset[str]:
+    """Modules, such as "mixer.in_proj", that have an adapter in any layer of a kind."""
+    part = "mtp_in" if kind == "mtp" else kind
+    names = [name for name, symbol in named_layers(config, (config.pattern,), 0) if symbol == part]
+    rows = [row for row in rows_of(config, part) if any(has_adapter(lora, name, row) for name in names)]
+    return frozenset(row.modules[0] for row in rows)
+
+
+def _frozen_changes(config: Nemotron3Config, share: RankShare, kind: str) -> Form:
+    """Part of a kind's form -> bytes more or less that are kept where its weights are frozen.
+
+    The input of a frozen linear is kept only if its adapter or another module reads it. An adapter also keeps
+    what its second product reads, of width `dim`. Every layer has the adapters of any layer of its kind.
+    """
+    lora = share.options.lora
+    assert lora is not None
+    if kind == "embedding":
+        return {"word_embeddings": -FORMS[kind](config, share)["word_embeddings"]}
+    if kind == "output":
+        return {"output_layer": -FORMS[kind](config, share)["output_layer"]}
+    adapted = adapted_linears(config, lora, kind)
+    found: Form = {}
+    for module, part, number, hidden in _frozen_linears(config, share, kind, lora.dim):
+        found[part] = found.get(part, 0) + (hidden if module in adapted else -number)
+    if kind == "mtp":
+        found["embedding"] = -FORMS[kind](config, share)["embedding"]
+    if share.backend == "torch" and any("experts.linear" in module for module in adapted - _SHARED):
+        # Experts with adapters compute FC1, activation and FC2 one by one.
+        rows = share.routed_rows(config)
+        found["activation"] = rows * ((config.moe_ffn_hidden_size or 0) // share.etp) * share.element
+    return found
+
+
+#: Linears of the shared experts.
+_SHARED = frozenset(("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"))
+
+
+def _frozen_linears(
+    config: Nemotron3Config, share: RankShare, kind: str, dim: int
+) -> tuple[tuple[str, str, int, int], ...]:
+    """(module, part of the form, bytes of its input that nothing else keeps, bytes that its adapter adds)."""
+    stream, inner = share.stream, share.inner
+    if kind == "M":
+        width = config.mamba_inner_size // share.tp
+        return (
+            ("mixer.in_proj", "in_proj", stream(config.hidden_size), inner(dim)),
+            ("mixer.out_proj", "out_proj", inner(width), stream(dim)),
+        )
+    if kind == "*":
+        # Attention keeps its output, unless it is computed again.
+        again = "core_attn" in share.options.recompute.modules
+        output = inner(config.num_attention_heads * config.kv_channels // share.tp)
+        return (
+            ("self_attention.linear_qkv", "linear_qkv", stream(config.hidden_size), inner(dim)),
+            ("self_attention.linear_proj", "linear_proj", output if again else 0, stream(dim)),
+        )
+    if kind == "-":
+        hidden = inner((config.dense_ffn_hidden_size or 0) // share.tp)
+        return (
+            ("mlp.linear_fc1", "linear_fc1", stream(config.hidden_size), inner(dim)),
+            ("mlp.linear_fc2", "linear_fc2", hidden, stream(dim)),
+        )
+    if kind == "E":
+        rows = share.routed_rows(config) * share.element
+        shared = inner((config.moe_shared_expert_intermediate_size or 0) // share.tp)
+        latent = stream(config.expert_input_size) if config.moe_latent_size else 0
+        return (  # the router keeps the norm's output
+            ("mlp.fc1_latent_proj", "fc2_latent_proj", 0, stream(dim)),
+            ("mlp.fc2_latent_proj", "fc2_latent_proj", latent, stream(dim)),
+            ("mlp.experts.linear_fc1", "experts", 0, rows * dim),
+            ("mlp.experts.linear_fc2", "experts", 0, rows * (dim // share.etp)),
+            ("mlp.shared_experts.linear_fc1", "shared_experts", 0, inner(dim)),
+            ("mlp.shared_experts.linear_fc2", "shared_experts", shared, stream(dim)),
+        )
+    return (("eh_proj", "eh_proj", stream(2 * config.hidden_size), inner(dim)),) if kind == "mtp" else ()
+
+
 @lru_cache(maxsize=65536)
 def _whole_form(config: Nemotron3Config, share: RankShare, kind: str) -> Form:
     """Bytes of a kind by module when nothing is recomputed."""
@@ -150,6 +230,9 @@ def _whole_form(config: Nemotron3Config, share: RankShare, kind: str) -> Form:
     form = FORMS[kind](config, share)
     for part, saved in packing_saves(config, share, kind).items():
         form[part] -= saved
+    if share.options.lora is not None:
+        for part, changed in _frozen_changes(config, share, kind).items():
+            form[part] += changed
     return form
 
 
