@@ -13,7 +13,7 @@ Engine. Both are derived from what the functions are written to save, and are no
 |-|-|-|-|
 | M | scan | no states | output before the gate instead of convolution's output, dt and states |
 | * | core_attn with CP | | a rank's own keys and values twice, instead of all ranks' and a mask |
-| E | activation | FC2's input | FC2's input |
+| E | activation | | FC2's input |
 | E | dispatch | | INT32 row maps instead of INT64 indices |
 
 What packing and offloading take away is in `activations`.
@@ -197,7 +197,7 @@ def moe(c: Nemotron3Config, share: RankShare) -> Form:
         "router": router + share.micro_batch_size * experts * INDEX,
         "dispatch": row_maps if share.te else indices + orders,
         "experts": rows * (width * share.element + FLOAT) + hidden,
-        "activation": 0 if share.backend == "torch" else hidden,
+        "activation": hidden if share.te else 0,
         "fc2_latent_proj": share.stream(width) if c.moe_latent_size else 0,
         "shared_experts": 2 * share.inner(shared // share.tp),
     }

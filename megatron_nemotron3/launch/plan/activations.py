@@ -172,7 +172,7 @@ def _frozen_changes(config: Nemotron3Config, share: RankShare, kind: str) -> For
         found[part] = found.get(part, 0) + (hidden if module in adapted else -number)
     if kind == "mtp":
         found["embedding"] = -FORMS[kind](config, share)["embedding"]
-    if share.backend == "torch" and any("experts.linear" in module for module in adapted - _SHARED):
+    if not share.te and any("experts.linear" in module for module in adapted - _SHARED):
         # Experts with adapters compute FC1, activation and FC2 one by one.
         rows = share.routed_rows(config)
         found["activation"] = rows * ((config.moe_ffn_hidden_size or 0) // share.etp) * share.element

@@ -145,7 +145,7 @@ def stage_elements(launch: Launch, pp_rank: int) -> Elements:
 
 
 def named_layers(config: Nemotron3Config, patterns: tuple[str, ...], stage: int) -> Iterator[tuple[str, str]]:
-    """(name in the whole model, symbol) of a stage's layers; MTP's blocks and their layers are on the last."""
+    """(name in the whole model, symbol) of a stage's layers; MTP's blocks and layers are on the last."""
     first = list(accumulate(map(len, patterns), initial=0))[stage]
     for layer, kind in enumerate(patterns[stage], first):
         yield f"decoder.layers.{layer}", kind
