@@ -167,7 +167,7 @@ def finetune_plans() -> str:
         line = f"{given} -- {extra}" if extra else given
         with contextlib.redirect_stdout(io.StringIO()) as said:
             status = cli.main(line.split())
-        shown = line.replace(" --conversations", " \\\n    --conversations")
+        shown = line.replace(" --conversations", " \\\n    --conversations").replace(" -- ", " \\\n    -- ")
         parts.append(f"{text}\n\n```text\n$ nemotron3 {shown}\n{said.getvalue()}$ echo $?\n{status}\n```\n")
     return "\n".join(parts)
 

@@ -57,7 +57,7 @@ def plan(options: FinetuneOptions, layout: ParallelLayout, lora: LoRASettings | 
     if not fits:
         cures = [*_fitting(_changes(launch, lora), limit)]
         cures += islice(_fitting(_layouts(options, launch, lora), limit), 1)
-        print("what would fit:" if cures else "no single change of LoRA, recomputation or layout would fit")
+        print("what would fit:" if cures else "neither LoRA nor recomputation nor another layout would fit")
         for cure in cures:
             print(f"  {cure}")
     # `measure_held_out` loads the whole model.
@@ -109,16 +109,19 @@ def _gpu(name: str | None, ranks: int) -> tuple[str, float]:
 
 
 def _changes(launch: Launch, lora: LoRASettings | None) -> Iterator[Change]:
-    """Single changes that leave the layout as it is."""
+    """Changes that leave the layout as it is."""
     words = Recompute("full").flags()
-    yield f"-- {' '.join(words)}", replace(launch, extra=(*launch.extra, *words)), lora
+    again, recomputed = f"-- {' '.join(words)}", replace(launch, extra=(*launch.extra, *words))
+    yield again, recomputed, lora
     if lora is None:
         yield "--lora", launch, LoRASettings()
         lora = LoRASettings()
     left = tuple(target for target in lora.targets if target not in _OF_EXPERTS)
     if left and left != lora.targets:
         fewer = replace(lora, targets=left)
-        yield f"--lora dim={lora.dim},alpha={lora.alpha:g},targets={'+'.join(left)}", launch, fewer
+        adapters = f"--lora dim={lora.dim},alpha={lora.alpha:g},targets={'+'.join(left)}"
+        yield adapters, launch, fewer
+        yield f"{adapters} {again}", recomputed, fewer
 
 
 def _layouts(options: FinetuneOptions, launch: Launch, lora: LoRASettings | None) -> Iterator[Change]:
