@@ -44,9 +44,8 @@ def plan(options: FinetuneOptions, layout: ParallelLayout, lora: LoRASettings | 
     held, limit = worst_memory(launch, lora), size - RESERVE
     fits = held.total <= limit
     trained = "all weights" if lora is None else f"LoRA of {'+'.join(lora.targets)}, dim {lora.dim}"
-    print(
-        f"{config.name}, {trained}, {layout}, {launch.precision}, sequences of {launch.seq_length:,} tokens"
-    )
+    how = f"{trained}, {layout}, {launch.precision}, sequences of {launch.seq_length:,} tokens"
+    print(f"{options.source}: {how}")
     print("memory of the fullest rank, GiB")
     for part, number in {**memory_classes(held), "all": held.total}.items():
         print(f"  {part:26} {number / GIB:>7.2f}")
