@@ -75,11 +75,17 @@ def machines(ranks: int, device: str) -> int:
 def on_each_machine(
     argv: Sequence[str], ranks: int, number: int, device: str, variables: Mapping[str, str]
 ) -> str:
-    """Return the command for a shell that starts one machine's share of the ranks on `number` machines."""
-    words = [f"{name}={value}" for name, value in sorted(variables.items())]
+    """Return how the ranks are started on `number` machines; `variables`: added to the environment's own."""
+    own = {name: value for name, value in os.environ.items() if name.startswith("NEMOTRON3_")}
+    words = [f"{name}={value}" for name, value in sorted({**own, **variables}.items())]
     words += ["torchrun", "--nnodes", str(number), "--nproc-per-node", str(ranks // number)]
     words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500"]
-    return shlex.join(["env", *words, "-m", "megatron_nemotron3.run", "--device", device, str(ENTRY), *argv])
+    words += ["-m", "megatron_nemotron3.run", "--device", device, str(ENTRY), *argv]
+    return (
+        f"{ranks} ranks need {number} machines like this one. Run this on each, in {Path.cwd()} with the "
+        "same files, and with the name of one of them for HOST; afterwards this command goes on:\n"
+        f"{shlex.join(['env', *words])}"
+    )
 
 
 def environment(world_size: int, device: str, hidden_size: int | None = None) -> dict[str, str]:

@@ -227,16 +227,11 @@ def _train_alone(request: TrainRequest, launch: Launch, key: str, started: float
         write_text(request.output / CONFIG_FILE, request.config_text)
     argv, ranks = to_argv(flags(launch)), launch.layout.world_size
     if (number := processes.machines(ranks, request.device)) > 1:
-        print(
-            f"{ranks} ranks need {number} machines like this one. Run this on each, in {Path.cwd()} with the "
-            "same files, with the name of one of them for HOST; afterwards this command goes on:"
-        )
         print(processes.on_each_machine(argv, ranks, number, request.device, _variables(request, launch)))
         return 1
     print(f"training log: {log_file}", flush=True)
     words = processes.command(argv, ranks, request.device)
-    env = processes.environment(ranks, request.device, given.config.hidden_size)
-    env |= _variables(request, launch)
+    env = processes.environment(ranks, request.device, given.config.hidden_size) | _variables(request, launch)
     env[switches.LOCK] = key
     env[switches.TRUST_CHECKPOINT] = "1"  # what is loaded has been looked at, or is trusted
     status, progress = _run(request, launch, words, env, log_file, begun or 0)
@@ -256,8 +251,7 @@ def _train_alone(request: TrainRequest, launch: Launch, key: str, started: float
 
 def _variables(request: TrainRequest, launch: Launch) -> dict[str, str]:
     """What the environment tells the training processes, of this package."""
-    found = {name: value for name, value in os.environ.items() if name.startswith("NEMOTRON3_")}
-    found |= variables_of(request.options)
+    found = variables_of(request.options)
     if request.options.monitor is not None:
         found[switches.MONITOR] = str(request.options.monitor)
     if request.distill:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import Any
 
 from megatron_nemotron3.checkpoints.remote import local
 from megatron_nemotron3.common.output import count
@@ -23,9 +23,6 @@ from megatron_nemotron3.train.inputs import CONVERSATION_OPTIONS
 from megatron_nemotron3.train.processes import machines
 from megatron_nemotron3.train.training import schedule_of
 
-if TYPE_CHECKING:
-    from megatron_nemotron3.post_training.finetune.command import FinetuneOptions
-
 #: Most GPUs of a layout that is proposed, and its tensor-parallel sizes.
 _MOST, _TP = 1024, (1, 2, 4, 8)
 #: Linears with an adapter for every routed expert.
@@ -35,8 +32,11 @@ _OF_EXPERTS = ("linear_fc1", "linear_fc2")
 Change = tuple[str, Launch, LoRASettings | None]
 
 
-def plan(options: FinetuneOptions, layout: ParallelLayout, lora: LoRASettings | None) -> int:
-    """Print the memory of the fullest rank. Exit status 0 if it fits, else 1."""
+def plan(options: Any, layout: ParallelLayout, lora: LoRASettings | None) -> int:
+    """Print the memory of the fullest rank. Exit status 0 if it fits, else 1.
+
+    options: `FinetuneOptions`.
+    """
     config = _config(options)
     launch = _launch(options, config, layout)
     enforce(launch)
@@ -69,7 +69,7 @@ def plan(options: FinetuneOptions, layout: ParallelLayout, lora: LoRASettings | 
     return 0 if fits and whole <= limit else 1
 
 
-def _config(options: FinetuneOptions) -> Nemotron3Config:
+def _config(options: Any) -> Nemotron3Config:
     """The model of the folder, of which no weight is read, or of a name of the catalog."""
     from megatron_nemotron3.checkpoints.convert.checkpoints import open_hugging_face
 
@@ -82,7 +82,7 @@ def _config(options: FinetuneOptions) -> Nemotron3Config:
     return model(str(options.source))
 
 
-def _launch(options: FinetuneOptions, config: Nemotron3Config, layout: ParallelLayout) -> Launch:
+def _launch(options: Any, config: Nemotron3Config, layout: ParallelLayout) -> Launch:
     """The launch of `nemotron3 train` on a GPU, without its paths."""
     given = {"steps": options.steps or 1, "lr": options.lr or 1.0, "seq_length": options.seq_length}
     return Launch(
@@ -123,7 +123,7 @@ def _changes(launch: Launch, lora: LoRASettings | None) -> Iterator[Change]:
         yield f"{adapters} {again}", recomputed, fewer
 
 
-def _layouts(options: FinetuneOptions, launch: Launch, lora: LoRASettings | None) -> Iterator[Change]:
+def _layouts(options: Any, launch: Launch, lora: LoRASettings | None) -> Iterator[Change]:
     """Layouts of as many GPUs and more: experts are divided over all, other weights over few or none."""
     gpus, config = launch.layout.world_size, launch.config
     while gpus <= _MOST:
