@@ -79,11 +79,20 @@ def _path_of(where: Path | str) -> Path:
 
 
 @contextlib.contextmanager
-def local(where: Path | str, *, iteration: int | None = None, every: bool = False) -> Iterator[Path]:
-    """Yield a local folder to read `where` through: a path, a URL, or the id of a Hugging Face repository."""
+def local(
+    where: Path | str, *, iteration: int | None = None, every: bool = False, download: bool = True
+) -> Iterator[Path]:
+    """Yield a local folder to read `where` through: a path, a URL, or the id of a Hugging Face repository.
+
+    An id is downloaded, or else read as a URL.
+    """
     if isinstance(where, Path) or not _URL.match(where):
         path = Path(where)
         is_id = _ID.fullmatch(os.fspath(where)) and not os.path.lexists(path) and not path.parent.exists()
+        if is_id and not download:
+            with local(f"hf://{where}") as folder:
+                yield folder
+            return
         yield _snapshot(os.fspath(where)) if is_id else path
         return
     if where.startswith("file://"):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -40,6 +41,19 @@ class HeldOutResult:
     answer: str
 
 
+@contextlib.contextmanager
+def _returning_memory() -> Iterator[None]:
+    """Return a GPU's memory to the system, of which torch keeps what is free: training processes need it."""
+    import torch
+
+    try:
+        yield
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+@_returning_memory()
 def measure_held_out(
     checkpoint: Path,
     config: Nemotron3Config,
@@ -87,6 +101,7 @@ class DraftResult:
     accepted: tuple[float, ...]
 
 
+@_returning_memory()
 def measure_drafts(
     checkpoint: Path, given: BoostInputs, options: argparse.Namespace, kept: Path
 ) -> DraftResult:

@@ -5,18 +5,22 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from megatron_nemotron3.common.output import count
 from megatron_nemotron3.common.processes import GROUP_SIGNALS, NARROW, THREADS, descendants, handling
 from megatron_nemotron3.common.switches import CONTROL
 from megatron_nemotron3.launch import Launch
+from megatron_nemotron3.launch.plan.activation_forms import RankShare
 from megatron_nemotron3.launch.plan.memory import memory
+from megatron_nemotron3.models.lora import in_environment
 
 if TYPE_CHECKING:
     import psutil
@@ -47,6 +51,41 @@ def command(argv: Sequence[str], world_size: int, device: str, script: Path = EN
     if world_size > 1:
         start += ["-m", "megatron_nemotron3.train.agent", "--standalone", "--nproc-per-node", str(world_size)]
     return [*start, "-m", "megatron_nemotron3.run", "--device", device, str(script), *argv]
+
+
+def machines(ranks: int, device: str) -> int:
+    """Number of machines like this one, with a GPU for each rank.
+
+    Raises:
+        ValueError: no number of them has as many GPUs as there are ranks.
+    """
+    if device == "cpu":
+        return 1
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if ranks > gpus and ranks % gpus:
+        raise ValueError(
+            f"{count(ranks, 'rank')}, but this machine has {count(gpus, 'GPU')}: give a layout of at most "
+            f"{gpus}, or for several machines of a multiple of {gpus}"
+        )
+    return max(1, ranks // gpus)
+
+
+def on_each_machine(
+    argv: Sequence[str], ranks: int, number: int, device: str, variables: Mapping[str, str]
+) -> str:
+    """Return how the ranks are started on `number` machines; `variables`: added to the environment's own."""
+    own = {name: value for name, value in os.environ.items() if name.startswith("NEMOTRON3_")}
+    words = [f"{name}={value}" for name, value in sorted({**own, **variables}.items())]
+    words += ["torchrun", "--nnodes", str(number), "--nproc-per-node", str(ranks // number)]
+    words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500"]
+    words += ["-m", "megatron_nemotron3.run", "--device", device, str(ENTRY), *argv]
+    return (
+        f"{ranks} ranks need {number} machines like this one. Run this on each, in {Path.cwd()} with the "
+        "same files, and with the name of one of them for HOST; afterwards this command goes on:\n"
+        f"{shlex.join(['env', *words])}"
+    )
 
 
 def environment(world_size: int, device: str, hidden_size: int | None = None) -> dict[str, str]:
@@ -258,9 +297,10 @@ def free_memory() -> int:
 
 def needed_memory(launch: Launch) -> int:
     """Bytes of all ranks on a CPU: Megatron itself, weights, optimizer, activations."""
-    layout = launch.layout
+    layout, share = launch.layout, RankShare.of(launch, lora=in_environment())
     stage_ranks = layout.world_size // layout.pp
-    return sum(stage_ranks * (PROCESS + memory(launch, stage).total) for stage in range(layout.pp))
+    held = (memory(launch, stage, share=share).total for stage in range(layout.pp))
+    return sum(stage_ranks * (PROCESS + one) for one in held)
 
 
 def shortages(launch: Launch) -> list[str]:

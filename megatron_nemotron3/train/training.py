@@ -162,6 +162,7 @@ def train(request: TrainRequest) -> int:
     require_data(replace(launch, data=named))
     check_teacher(request.distill, words, given.layout.world_size)
     precision_file.require_usable_here(given, measured=measured)
+    processes.machines(given.layout.world_size, request.device)
     precision = f"{launch.precision}{' emulated' if launch.emulate else ''}"
     print(f"{request.title}: {size.trainable:,} parameters, {launch.layout}, {precision}")
     with lock.held(request.checkpoints) as key:
@@ -224,10 +225,13 @@ def _train_alone(request: TrainRequest, launch: Launch, key: str, started: float
     identity.record(launch, request.command)
     if request.config_text:
         write_text(request.output / CONFIG_FILE, request.config_text)
+    argv, ranks = to_argv(flags(launch)), launch.layout.world_size
+    if (number := processes.machines(ranks, request.device)) > 1:
+        print(processes.on_each_machine(argv, ranks, number, request.device, _variables(request, launch)))
+        return 1
     print(f"training log: {log_file}", flush=True)
-    argv = to_argv(flags(launch))
-    words = processes.command(argv, launch.layout.world_size, request.device)
-    env = processes.environment(launch.layout.world_size, request.device, given.config.hidden_size)
+    words = processes.command(argv, ranks, request.device)
+    env = processes.environment(ranks, request.device, given.config.hidden_size) | _variables(request, launch)
     env[switches.LOCK] = key
     env[switches.TRUST_CHECKPOINT] = "1"  # what is loaded has been looked at, or is trusted
     status, progress = _run(request, launch, words, env, log_file, begun or 0)
@@ -245,18 +249,23 @@ def _train_alone(request: TrainRequest, launch: Launch, key: str, started: float
     return 0
 
 
+def _variables(request: TrainRequest, launch: Launch) -> dict[str, str]:
+    """What the environment tells the training processes, of this package."""
+    found = variables_of(request.options)
+    if request.options.monitor is not None:
+        found[switches.MONITOR] = str(request.options.monitor)
+    if request.distill:
+        found[switches.DISTILL] = distillation.text_of(request.distill)
+    if launch.emulate:
+        found[switches.EMULATE] = launch.emulate.text()
+    if (measuring := _measurement(request)) is not None:
+        found[switches.LOG_PRECISION] = measuring.text()
+    return found
+
+
 def _run(
     request: TrainRequest, launch: Launch, words: list[str], env: dict[str, str], log_file: Path, begun: int
 ) -> tuple[int, TrainProgress]:
-    env |= variables_of(request.options)
-    if request.options.monitor is not None:
-        env[switches.MONITOR] = str(request.options.monitor)
-    if request.distill:
-        env[switches.DISTILL] = distillation.text_of(request.distill)
-    if launch.emulate:
-        env[switches.EMULATE] = launch.emulate.text()
-    if (measuring := _measurement(request)) is not None:
-        env[switches.LOG_PRECISION] = measuring.text()
     planned = launch.schedule.train_iters if launch.schedule is not None else None
     averaged = launch.config.num_moe_experts is None
     progress = TrainProgress(request.options.verbose, begun, planned, launch.seq_length, averaged=averaged)

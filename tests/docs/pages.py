@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
+import io
 import os
 import re
 import sys
@@ -153,6 +155,23 @@ def variables() -> str:
     return "\n".join(lines) + "\n"
 
 
+def finetune_plans() -> str:
+    """The examples of docs/training.md with what `--plan` prints."""
+    from megatron_nemotron3 import cli
+
+    parts = []
+    for text, words in PLANS.items():
+        words = f"finetune nano {words}"
+        arguments, _, extra = words.partition(" -- ")
+        given = f"{arguments} --seq-length 4096 --conversations chats.jsonl --output tuned --plan --gpu h100"
+        line = f"{given} -- {extra}" if extra else given
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            status = cli.main(line.split())
+        shown = line.replace(" --conversations", " \\\n    --conversations").replace(" -- ", " \\\n    -- ")
+        parts.append(f"{text}\n\n```text\n$ nemotron3 {shown}\n{said.getvalue()}$ echo $?\n{status}\n```\n")
+    return "\n".join(parts)
+
+
 def _summary(part: str) -> str:
     """The first paragraph of a part's docstring, as one line."""
     file = PACKAGE / f"{part}.py"
@@ -173,10 +192,22 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/commands.md": commands,
     "reference/upstream_tests.md": upstream_tests,
 }
+#: What an example of fine-tuning Nano is -> its options.
+PLANS = {
+    "The default adapters are too much for one H100, since every routed expert has its own:": "--lora",
+    "One H100 is enough without adapters of the experts, if layers are computed again in backward:": (
+        "--lora targets=linear_qkv+linear_proj+in_proj -- --recompute-granularity full "
+        "--recompute-method uniform --recompute-num-layers 1"
+    ),
+    "The default adapters on two H100, with half of the experts on each:": "--lora --dp 2 --ep 2",
+    "All weights on eight H100:": "--tp 4 --dp 2 --ep 8",
+}
+
 #: Page below docs/ -> tables in it that are generated, by name. They stand between two comments.
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "design.md": {"rooms": rooms},
     "environment.md": {"variables": variables},
+    "training.md": {"plans": finetune_plans},
 }
 
 

@@ -6,8 +6,11 @@ import argparse
 import json
 import os
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -16,6 +19,7 @@ from megatron_nemotron3 import cli
 from megatron_nemotron3.common import lock
 from megatron_nemotron3.common.switches import LORA
 from megatron_nemotron3.models import get
+from megatron_nemotron3.post_training import measure
 from megatron_nemotron3.post_training.finetune import command
 from megatron_nemotron3.train import processes
 from tests.support.engines import agreeing_tensors
@@ -95,7 +99,18 @@ def test_the_steps_and_a_start_after_an_interrupt(
     """What comes out of training that changes nothing is what went in, to the bit."""
     words, tuned = inputs(tmp_path), tmp_path / "tuned"
     monkeypatch.setattr(command, "step", untrained([130]))
+    engines, free = [], []
+    load = measure.load_engine
+
+    def loaded(*given: Any) -> Any:
+        engine = load(*given)
+        engines.append(weakref.ref(engine.model))
+        return engine
+
+    monkeypatch.setattr(measure, "load_engine", loaded)
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: free.append([one() for one in engines]))
     assert cli.main(words) == 130
+    assert free == [[None]]  # the training has the whole GPU
     assert not (tuned / "hf").exists()
     before = (tuned / "before.json").read_bytes()
     capsys.readouterr()
@@ -227,6 +242,60 @@ def test_wrong_input_ends_before_anything_is_written(
 def test_wrong_words(words: list[str], message: str, tmp_path: Path, capsys: Capture) -> None:
     assert cli.main([*inputs(tmp_path), *words]) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "tuned").exists()
+
+
+def plan_of(capsys: Capture, words: list[str]) -> tuple[int, str]:
+    """Status and text of `--plan` for an H100."""
+    cut = words.index("--") if "--" in words else len(words)
+    status = cli.main([*words[:cut], "--plan", "--gpu", "h100", *words[cut:]])
+    found = capsys.readouterr()
+    assert not found.err
+    return status, found.out
+
+
+@pytest.mark.parametrize("trained", [["--lora"], ["--dp", "8", "--ep", "8", "--seq-length", "4096"]])
+def test_plan_says_what_does_not_fit_and_what_would(
+    trained: list[str], tmp_path: Path, capsys: Capture
+) -> None:
+    """It reads no conversations and writes nothing. Each change that it names makes it fit."""
+    words = ["finetune", "nano", "--conversations", "none", "--output", str(tmp_path / "tuned"), *trained]
+    status, text = plan_of(capsys, words)
+    assert status == 1 and "\ndoes not fit: " in text
+    cures = text.partition("what would fit:\n")[2].splitlines()
+    assert len(cures) > 1
+    for cure in cures:
+        change, _, cost = cure.rpartition("   ")
+        status, text = plan_of(capsys, [*words, *change.split()])
+        assert status == 0 and f"\nfits: {cost.partition(' ')[0]} of 74.0 GiB" in text, cure
+    assert not list(tmp_path.iterdir())
+
+
+def test_plan_of_a_folder_and_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    words = inputs(tmp_path)
+    status, text = plan_of(capsys, words)
+    assert status == 0 and "/hf: all weights, 1 rank, bf16, sequences of 128 tokens" in text
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for more, message in (
+        (["--plan"], "--plan: torch sees no GPU here: give --gpu, one of h100"),
+        (["--gpu", "h100"], "--gpu h100 goes with --plan"),
+        (["--plan", "--gpu", "h100", "--ep", "3"], "cannot be launched"),
+    ):
+        assert cli.main([*words, *more]) == 2
+        assert message in capsys.readouterr().err
+    here = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=79 << 30)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: here)
+    assert cli.main([*words, "--plan", "--dp", "16", "--ep", "8"]) == 0
+    assert "of 73.0 GiB on NVIDIA H100 80GB HBM3" in capsys.readouterr().out
+    # More ranks than GPUs, and no number of machines has as many: before anything is written.
+    monkeypatch.setattr(command, "resolve_device", lambda device: "cuda")
+    for more in ([], ["--plan"]):
+        assert cli.main([*words, "--dp", "12", *more]) == 2
+        assert "12 ranks, but this machine has 8 GPUs: give a layout of at most 8" in capsys.readouterr().err
+    assert not (tmp_path / "tuned").exists()
 
 
 @pytest.mark.full

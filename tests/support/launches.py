@@ -9,7 +9,7 @@ from megatron_nemotron3.launch.plan.activation_forms import RankShare
 from megatron_nemotron3.launch.plan.activations import stage_bytes
 from megatron_nemotron3.launch.plan.options import NONE, Recompute
 from megatron_nemotron3.launch.plan.state import stage_patterns
-from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models import LoRASettings, Nemotron3Config
 
 ONE_RANK = ParallelLayout()
 
@@ -34,7 +34,9 @@ def launch(
     return Launch(config=config, layout=layout, schedule=schedule, **fields)
 
 
-def stage_activations(launch: Launch, stage: int, *, imbalance: float = 1.0) -> dict[str, int]:
+def stage_activations(
+    launch: Launch, stage: int, *, imbalance: float = 1.0, lora: LoRASettings | None = None
+) -> dict[str, int]:
     """Bytes that a stage keeps for one microbatch on one rank, by layer kind."""
     patterns = stage_patterns(launch.config, launch.layout.stages, launch.seq_length)
-    return stage_bytes(launch.config, RankShare.of(launch, imbalance), patterns, stage)[0]
+    return stage_bytes(launch.config, RankShare.of(launch, imbalance, lora), patterns, stage)[0]

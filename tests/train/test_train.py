@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +19,7 @@ from megatron_nemotron3.common import lock
 from megatron_nemotron3.train import log, processes
 from tests.support.programs import follow_forked, run_python
 
+ROOT = Path(__file__).parents[2]
 #: Enough that the signal arrives before the last step.
 STEPS = 16
 
@@ -33,6 +37,28 @@ def _words(output: Path, text: Path, steps: int, *megatron: str) -> list[str]:
     words = ["train", "super", "--tiny", "--device", "cpu", "--output", str(output), "--text", str(text)]
     words += ["--seq-length", "64", "--micro-batch-size", "2", "--steps", str(steps)]
     return [*words, "--", "--eval-iters", "1", *megatron]
+
+
+@pytest.mark.full
+def test_several_machines_start_the_printed_command(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two agents here stand for two machines."""
+    monkeypatch.setattr(processes, "machines", lambda ranks, device: ranks)
+    words = _words(tmp_path / "run", text, 2)
+    words[2:3] = ["--tiny", "--dp", "2"]
+    assert cli.main(words) == 1
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert "torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m" in line
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        line = line.replace("HOST:29500", f"localhost:{free.getsockname()[1]}")
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    agents = [subprocess.Popen(["bash", "-c", line], env=env, cwd=tmp_path) for _ in range(2)]
+    assert [agent.wait(240) for agent in agents] == [0, 0]
+    assert cli.main(words) == 0
+    assert "already trained to step 2" in capsys.readouterr().out
 
 
 @pytest.mark.full  # what a resumed run computes: tests/test_layouts.py; that this command resumes: below

@@ -13,7 +13,7 @@ Engine. Both are derived from what the functions are written to save, and are no
 |-|-|-|-|
 | M | scan | no states | output before the gate instead of convolution's output, dt and states |
 | * | core_attn with CP | | a rank's own keys and values twice, instead of all ranks' and a mask |
-| E | activation | FC2's input | FC2's input |
+| E | activation | | FC2's input |
 | E | dispatch | | INT32 row maps instead of INT64 indices |
 
 What packing and offloading take away is in `activations`.
@@ -22,12 +22,12 @@ What packing and offloading take away is in `activations`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_nemotron3.launch import Launch
 from megatron_nemotron3.launch.plan.options import IN_PLACE, CostOptions
 from megatron_nemotron3.launch.plan.state import padded_vocab_size
-from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models import LoRASettings, Nemotron3Config
 
 #: Bytes of an FP32 number, of an index, and of an entry of a row map.
 FLOAT, INDEX, ROW = 4, 8, 4
@@ -62,10 +62,10 @@ class RankShare:
     options: CostOptions = CostOptions()
 
     @classmethod
-    def of(cls, launch: Launch, imbalance: float = 1.0) -> RankShare:
+    def of(cls, launch: Launch, imbalance: float = 1.0, lora: LoRASettings | None = None) -> RankShare:
         if imbalance < 1:
             raise ValueError(f"imbalance={imbalance}: the busiest rank has at least the mean, use 1 or more")
-        layout, options = launch.layout, CostOptions.of(launch)
+        layout, options = launch.layout, replace(CostOptions.of(launch), lora=lora)
         return cls(
             seq_length=launch.seq_length,
             micro_batch_size=launch.micro_batch_size,
@@ -197,7 +197,7 @@ def moe(c: Nemotron3Config, share: RankShare) -> Form:
         "router": router + share.micro_batch_size * experts * INDEX,
         "dispatch": row_maps if share.te else indices + orders,
         "experts": rows * (width * share.element + FLOAT) + hidden,
-        "activation": 0 if share.backend == "torch" else hidden,
+        "activation": hidden if share.te else 0,
         "fc2_latent_proj": share.stream(width) if c.moe_latent_size else 0,
         "shared_experts": 2 * share.inner(shared // share.tp),
     }
@@ -208,12 +208,15 @@ def moe_backward(c: Nemotron3Config, share: RankShare, ep: int) -> int:
 
     These are gradients of their inputs and outputs; on a GPU, which computes all experts at once, of the
     tensor between the two linears; and without gradient accumulation fusion (torch, auto) of all their
-    weights.
+    weights, or of the adapters.
     """
-    ffn = (c.moe_ffn_hidden_size or 0) // share.etp
+    ffn, lora = (c.moe_ffn_hidden_size or 0) // share.etp, share.options.lora
     rows = share.routed_rows(c)
-    between = 0 if share.backend == "torch" else rows * ffn
-    weights = 0 if share.te else (c.num_moe_experts or 0) // ep * 2 * ffn * c.expert_input_size
+    between = 0 if share.backend == "torch" and lora is None else rows * ffn
+    trained = 2 * ffn * c.expert_input_size
+    if lora is not None:
+        trained = 2 * lora.dim * (ffn + c.expert_input_size)
+    weights = 0 if share.te else (c.num_moe_experts or 0) // ep * trained
     return (2 * rows * c.expert_input_size + between + weights) * share.element
 
 

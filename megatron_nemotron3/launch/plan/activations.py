@@ -16,7 +16,9 @@ from megatron_nemotron3.launch import Launch
 from megatron_nemotron3.launch.plan.activation_forms import DROPPED, FORMS, Form, RankShare
 from megatron_nemotron3.launch.plan.flops import letter, resolve, symbols
 from megatron_nemotron3.launch.plan.options import MODULES, OFFLOADED, Recompute, runs
-from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.launch.plan.state import has_adapter, named_layers
+from megatron_nemotron3.models import LoRASettings, Nemotron3Config
+from megatron_nemotron3.models.tensors import Row, rows_of
 from megatron_nemotron3.precision.formats import BF16, FORMATS
 from megatron_nemotron3.precision.model_formats import ModelFormats
 
@@ -66,38 +68,61 @@ def packing_saves(config: Nemotron3Config, share: RankShare, kind: str) -> Form:
         return {}
     sizes = bytes_by_linear(config, share.precision, share.options.bf16)
     found: Form = {}
-    for part, linear, bf16, kept in _linear_inputs(config, share, kind):
-        if linear in sizes:
-            packed = bf16 * sizes[linear] / PACKED[BF16]
+    for one in _linear_inputs(config, share, kind):
+        if one.linear in sizes:
+            packed = one.size * sizes[one.linear] / PACKED[BF16]
             # Where another module keeps the BF16 tensor anyway, the packed copy comes on top.
-            found[part] = found.get(part, 0) + round((0 if kept else bf16) - packed)
+            found[one.part] = found.get(one.part, 0) + round((0 if one.kept else one.size) - packed)
     return found
 
 
-def _linear_inputs(
-    config: Nemotron3Config, share: RankShare, kind: str
-) -> tuple[tuple[str, str, int, bool], ...]:
-    """(part of the form, linear, bytes of its input in BF16, whether another module keeps that input)."""
+class _LinearInput(NamedTuple):
+    """What a linear multiplies: the part of the form that counts it, and its bytes if it is not packed.
+
+    linear: of the precision table, "" if it is not packed. kept: whether another module keeps it, too.
+    """
+
+    module: str
+    part: str
+    linear: str
+    size: int
+    kept: bool = False
+
+
+def _linear_inputs(config: Nemotron3Config, share: RankShare, kind: str) -> tuple[_LinearInput, ...]:
     stream = share.stream(config.hidden_size)
     if kind == "M":
         inner = share.inner(config.mamba_inner_size // share.tp)
-        return (("in_proj", "mamba_in", stream, False), ("out_proj", "mamba_out", inner, False))
+        return (
+            _LinearInput("mixer.in_proj", "in_proj", "mamba_in", stream),
+            _LinearInput("mixer.out_proj", "out_proj", "mamba_out", inner),
+        )
     if kind == "*":
         heads = share.inner(config.num_attention_heads * config.kv_channels // share.tp)
-        return (("linear_qkv", "attention", stream, False), ("linear_proj", "attention", heads, False))
+        return (
+            _LinearInput("self_attention.linear_qkv", "linear_qkv", "attention", stream),
+            _LinearInput("self_attention.linear_proj", "linear_proj", "attention", heads),
+        )
     if kind == "-":
         hidden = share.inner((config.dense_ffn_hidden_size or 0) // share.tp)
-        return (("linear_fc1", "mlp", stream, False), ("linear_fc2", "mlp", hidden, False))
+        return (
+            _LinearInput("mlp.linear_fc1", "linear_fc1", "mlp", stream),
+            _LinearInput("mlp.linear_fc2", "linear_fc2", "mlp", hidden),
+        )
     if kind == "E":
         rows = share.routed_rows(config) * share.element
+        hidden = rows * (config.moe_ffn_hidden_size or 0) // share.etp
         shared = share.inner((config.moe_shared_expert_intermediate_size or 0) // share.tp)
-        return (
-            ("experts", "experts", rows * config.expert_input_size, False),
-            ("activation", "experts", rows * (config.moe_ffn_hidden_size or 0) // share.etp, False),
-            ("shared_experts", "shared_experts", stream, True),  # the router keeps the norm's output
-            ("shared_experts", "shared_experts", shared, False),
+        latent = share.stream(config.expert_input_size) if config.moe_latent_size else 0
+        return (  # the router keeps the norm's output
+            _LinearInput("mlp.experts.linear_fc1", "experts", "experts", rows * config.expert_input_size),
+            _LinearInput("mlp.experts.linear_fc2", "activation", "experts", hidden),
+            _LinearInput("mlp.shared_experts.linear_fc1", "shared_experts", "shared_experts", stream, True),
+            _LinearInput("mlp.shared_experts.linear_fc2", "shared_experts", "shared_experts", shared),
+            _LinearInput("mlp.fc1_latent_proj", "fc2_latent_proj", "", stream, True),
+            _LinearInput("mlp.fc2_latent_proj", "fc2_latent_proj", "", latent),
         )
-    return ()
+    return (_LinearInput("eh_proj", "eh_proj", "", 2 * stream),) if kind == "mtp" else ()
 
 
 def offloaded(config: Nemotron3Config, share: RankShare, kind: str) -> Form:
@@ -143,6 +168,53 @@ def _offloadable(
     return ()
 
 
+@lru_cache(maxsize=256)
+def adapted_linears(config: Nemotron3Config, lora: LoRASettings, kind: str) -> frozenset[str]:
+    """Modules, such as "mixer.in_proj", that have an adapter in any layer of a kind."""
+    part = "mtp_in" if kind == "mtp" else kind
+    names = [name for name, symbol in named_layers(config, (config.pattern,), 0) if symbol == part]
+    rows = [row for row in rows_of(config, part) if any(has_adapter(lora, name, row) for name in names)]
+    return frozenset(row.modules[0] for row in rows)
+
+
+def _frozen_changes(config: Nemotron3Config, share: RankShare, kind: str, lora: LoRASettings) -> Form:
+    """Part of a kind's form -> bytes that frozen weights and adapters add (negative: save)."""
+    form, found = FORMS[kind](config, share), Counter[str]()
+    for part in _READ_BY_WEIGHTS.get(kind, ()):
+        found[part] -= form[part]
+    adapted = adapted_linears(config, lora, kind)
+    rows = {row.modules[0]: row for row in rows_of(config, "mtp_in" if kind == "mtp" else kind) if row.linear}
+    for one in _linear_inputs(config, share, kind):
+        row = rows.get(one.module)
+        if row is not None and one.module in adapted:
+            found[one.part] += _adapter_keeps(config, share, row, lora.dim)
+        # The experts' functions keep their inputs in any case, and attention its output.
+        elif not (one.kept or "mlp.experts" in one.module or _is_attention_output(share, one.module)):
+            found[one.part] -= one.size
+        if one.part == "activation" and not share.te and any("mlp.experts" in module for module in adapted):
+            found[one.part] += one.size  # FC1, activation and FC2 are computed one by one
+    return found
+
+
+def _adapter_keeps(config: Nemotron3Config, share: RankShare, row: Row, dim: int) -> int:
+    """Bytes of what B multiplies, [tokens, dim]; A multiplies the input of the linear."""
+    if row.routed:
+        return share.routed_rows(config) * (dim // share.etp if row.tp == "row" else dim) * share.element
+    return share.inner(dim) if row.tp in ("column", "parts") else share.stream(dim)
+
+
+def _is_attention_output(share: RankShare, module: str) -> bool:
+    return module.endswith("linear_proj") and "core_attn" not in share.options.recompute.modules
+
+
+#: Kind -> parts that only the gradient of a table reads.
+_READ_BY_WEIGHTS = {
+    "embedding": ("word_embeddings",),
+    "mtp": ("embedding",),
+    "output": ("output_layer",),
+}
+
+
 @lru_cache(maxsize=65536)
 def _whole_form(config: Nemotron3Config, share: RankShare, kind: str) -> Form:
     """Bytes of a kind by module when nothing is recomputed."""
@@ -150,6 +222,9 @@ def _whole_form(config: Nemotron3Config, share: RankShare, kind: str) -> Form:
     form = FORMS[kind](config, share)
     for part, saved in packing_saves(config, share, kind).items():
         form[part] -= saved
+    if (lora := share.options.lora) is not None:
+        for part, changed in _frozen_changes(config, share, kind, lora).items():
+            form[part] += changed
     return form
 
 

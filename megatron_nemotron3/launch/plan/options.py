@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron_nemotron3.launch import Launch
-from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models import LoRASettings, Nemotron3Config
 from megatron_nemotron3.precision.formats import DEFAULT_RECIPES, FORMATS
 
 #: What sends tokens to experts: every copy (`--moe-token-dispatcher-type alltoall`, what our flags emit), or
@@ -177,7 +177,8 @@ class CostOptions:
     packed_weights: quantized linears hold no BF16 weight (`--fp8-param-gather`). capacity: rows of an expert
     over their mean to which it is padded, or None. weight, gradient, master, moments: bytes of a weight, of
     its accumulated gradient, of the optimizer's own copy (0 where the weight is FP32 itself), and of both
-    moments. bf16: layers at start and end that are not quantized. recompute: what is computed again.
+    moments. bf16: layers at start and end that are not quantized. recompute: what is computed again. lora:
+    adapters beside frozen weights, which no option of Megatron names; None: all weights are trained.
     """
 
     dispatcher: str = ALLTOALL
@@ -196,6 +197,7 @@ class CostOptions:
     moments: int = 8
     bf16: tuple[int, int] = (0, 0)
     recompute: Recompute = NONE
+    lora: LoRASettings | None = None
 
     @staticmethod
     def of(launch: Launch) -> CostOptions:

@@ -22,7 +22,7 @@ from megatron_nemotron3.launch.plan.timing import (
     tokens_per_gpu,
 )
 from megatron_nemotron3.launch.versions import DEFAULT
-from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models import LoRASettings, Nemotron3Config
 
 MICRO_BATCHES = (1, 2, 4, 8)
 VIRTUAL_STAGES = (1, 2, 4)
@@ -201,16 +201,16 @@ def recomputations(config: Nemotron3Config) -> tuple[Recompute, ...]:
     return (*choices, Recompute("full"))
 
 
-def rank_memories(launch: Launch) -> Iterator[RankMemory]:
+def rank_memories(launch: Launch, lora: LoRASettings | None = None) -> Iterator[RankMemory]:
     """Memory of the ranks that may hold most: the first two (microbatches in flight), the last (output)."""
-    last, share = launch.layout.pp - 1, RankShare.of(launch)
+    last, share = launch.layout.pp - 1, RankShare.of(launch, lora=lora)
     for rank in sorted({0, min(1, last), last}):
         yield memory(launch, rank, share=share)
 
 
-def worst_memory(launch: Launch) -> RankMemory:
-    """Memory of the pipeline rank that holds most."""
-    return max(rank_memories(launch), key=lambda found: found.total)
+def worst_memory(launch: Launch, lora: LoRASettings | None = None) -> RankMemory:
+    """Memory of the pipeline rank that holds most; `lora`: the adapters, if they alone are trained."""
+    return max(rank_memories(launch, lora), key=lambda found: found.total)
 
 
 def candidate(request: PlanRequest, launch: Launch, worst: RankMemory | None = None) -> LaunchCandidate:

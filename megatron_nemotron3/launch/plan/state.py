@@ -1,5 +1,7 @@
 """Bytes of weights, gradients and optimizer on each rank, in closed form, from the table of tensors.
 
+Under LoRA only the adapters have gradients and an optimizer.
+
 Counted by layer kind, for a mean rank of its data-parallel groups. Padding of the distributed optimizer's
 buffers is left out.
 """
@@ -7,15 +9,17 @@ buffers is left out.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 from megatron_nemotron3.launch import Launch, ParallelLayout
 from megatron_nemotron3.launch.architecture import VOCAB_DIVISOR, vocab_divisor
 from megatron_nemotron3.launch.layout import cut_pattern
 from megatron_nemotron3.launch.plan.flops import resolve, symbols
 from megatron_nemotron3.launch.plan.options import CostOptions
-from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models import LoRASettings, Nemotron3Config
 from megatron_nemotron3.models import pattern as _pattern
 from megatron_nemotron3.models.tensors import PARAMETER, Row, rows_of, symbol_sizes
 
@@ -140,6 +144,56 @@ def stage_elements(launch: Launch, pp_rank: int) -> Elements:
     return _rank_elements(launch.config, grid_of(layout), pipeline, launch.seq_length)
 
 
+def named_layers(config: Nemotron3Config, patterns: tuple[str, ...], stage: int) -> Iterator[tuple[str, str]]:
+    """(name in the whole model, symbol) of a stage's layers; MTP's blocks and layers are on the last."""
+    first = list(accumulate(map(len, patterns), initial=0))[stage]
+    for layer, kind in enumerate(patterns[stage], first):
+        yield f"decoder.layers.{layer}", kind
+    if stage == len(patterns) - 1 and config.has_mtp:
+        for block in range(config.mtp_num_blocks):
+            yield f"mtp.layers.{block}", "mtp_in"
+            for layer, kind in enumerate(config.mtp_pattern or ""):
+                yield f"mtp.layers.{block}.mtp_model_layer.layers.{layer}", kind
+
+
+def has_adapter(lora: LoRASettings, layer: str, row: Row) -> bool:
+    """Whether the weight of a row in the layer of this name gets an adapter (`layers.lora`)."""
+    return row.linear is not None and lora.matches(f"{layer}.{row.modules[0]}")
+
+
+def adapter_elements(row: Row, lora: LoRASettings, grid: Grid, sizes: dict[str, int]) -> Elements:
+    """Elements of the adapters of a row on a rank: A [dim, input] and B [output, dim].
+
+    Of a column-parallel linear B is divided, of a row-parallel one A. Experts divide `dim`.
+    """
+    rows, columns = (sizes[symbol] for symbol in row.spelling(PARAMETER).tensors[0].shape)
+    a, b = lora.dim * columns, lora.dim * rows
+    tp, etp, _ = grid
+    if row.routed:
+        _, copies, own_groups = held_elements(row, grid, sizes)
+        held = copies * (a + b) // etp
+        return Elements(expert=held) if own_groups else Elements(dense=held)
+    if row.tp == "replicated":
+        return Elements(dense=a + b, replicated=a + b)
+    whole, divided = (b, a) if row.tp == "row" else (a, b)
+    return Elements(dense=whole + divided // tp, replicated=whole)
+
+
+def stage_adapters(launch: Launch, pp_rank: int, lora: LoRASettings) -> Elements:
+    """Elements of the adapters that one rank holds of all stages of a pipeline rank."""
+    layout, grid = launch.layout, grid_of(launch.layout)
+    patterns = stage_patterns(launch.config, layout.stages, launch.seq_length)
+    total = Elements()
+    for stage in range(pp_rank, layout.stages, layout.pp):
+        for name, symbol in named_layers(launch.config, patterns, stage):
+            config, part = resolve(launch.config, symbol)
+            sizes = symbol_sizes(config)
+            for row in rows_of(config, part):
+                if has_adapter(lora, name, row):
+                    total += adapter_elements(row, lora, grid, sizes)
+    return total
+
+
 def state(launch: Launch, pp_rank: int = 0, options: CostOptions | None = None) -> RankState:
     """What a mean rank of a pipeline rank's data-parallel groups holds between steps, without padding.
 
@@ -147,15 +201,18 @@ def state(launch: Launch, pp_rank: int = 0, options: CostOptions | None = None) 
         options: `CostOptions.of(launch)`, if it is known.
     """
     layout, options = launch.layout, options or CostOptions.of(launch)
-    held = stage_elements(launch, pp_rank)
-    owned = kept = float(held.dense + held.expert)
+    held = trained = stage_elements(launch, pp_rank)
+    if options.lora is not None:
+        trained = stage_adapters(launch, pp_rank, options.lora)
+        held += trained
+    owned = float(trained.dense + trained.expert)
+    dense = expert = 1
     if launch.distributed_optimizer:
-        owned = held.dense / (layout.dp * layout.cp) + held.expert / layout.edp
+        owned = trained.dense / (layout.dp * layout.cp) + trained.expert / layout.edp
     if options.fsdp:  # divided inside an instance; the optimizer over all of them
         dense, expert = (max(1, n // options.instances) for n in (layout.dp * layout.cp, layout.edp))
-        kept = held.dense / dense + held.expert / expert
     return RankState(
-        weights=round(kept * options.weight),
-        gradients=round(kept * options.gradient),
+        weights=round((held.dense / dense + held.expert / expert) * options.weight),
+        gradients=round((trained.dense / dense + trained.expert / expert) * options.gradient),
         optimizer=round(owned * (options.master + options.moments)),
     )

@@ -32,10 +32,12 @@ from megatron_nemotron3.common.switches import LORA, environment
 from megatron_nemotron3.cpu import quiet_on_cpu
 from megatron_nemotron3.launch.command import LAYOUT, chosen_layout
 from megatron_nemotron3.launch.flag import values_by_name
+from megatron_nemotron3.launch.plan.hardware import GPUS
 from megatron_nemotron3.models.lora import LoRASettings
 from megatron_nemotron3.post_training.steps import require_positive, require_schedule, step
 from megatron_nemotron3.train.command import require_own_options
 from megatron_nemotron3.train.inputs import format_option, reading, require_tracking, variables_option
+from megatron_nemotron3.train.processes import machines
 
 if TYPE_CHECKING:
     from megatron_nemotron3.post_training.finetune.inputs import FineTuneInputs
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 
 #: Schedule of the tiny models, which learn in minutes on a CPU.
 STEPS, LR, SEQ_LENGTH = 60, 1e-3, 512
+_PLAN = "plan; HF_DIR may also be a name of the catalog"
 
 
 def _size(name: str) -> Any:
@@ -90,6 +93,10 @@ class FinetuneOptions:
     etp: int | None = _size("etp")
     cp: int | None = _size("cp")
     dp: int | None = _size("dp")
+    plan: bool = flag(
+        "only say whether the training fits on the GPUs (exit status 0) or not (1)", group=_PLAN
+    )
+    gpu: str | None = option("type of GPU for --plan (default: this machine's)", choices=GPUS, group=_PLAN)
     #: Megatron's own options, after a lone --.
     extra: Sequence[str] = ()
     #: For `config_text`.
@@ -115,11 +122,17 @@ def finetune_command(options: FinetuneOptions) -> int:
     if options.adapter_only and lora is None:
         raise ValueError("--adapter-only goes with --lora")
     require_positive(options, "steps", "lr", "seq_length")
-    chosen_layout(options)
+    layout = chosen_layout(options)
     require_own_options(options.extra)
     if options.split is not None and "--split" in values_by_name(options.extra):
         raise ValueError("--split before and after --: give one")
     require_tracking(options.tracking, options.extra)
+    if options.plan:
+        from megatron_nemotron3.post_training.finetune.plan import plan
+
+        return plan(options, layout, lora)
+    if options.gpu is not None:
+        raise ValueError(f"--gpu {options.gpu} goes with --plan: drop it, or plan first")
     if options.push_to_hub is not None:
         require_hub(options.push_to_hub)
     with ExitStack() as stack:
@@ -153,6 +166,7 @@ def _prepared(options: FinetuneOptions, lora: LoRASettings | None, source: Path)
     device = resolve_device(options.device, "megatron.core")
     if device == "cpu":
         quiet_on_cpu()
+    machines(chosen_layout(options).world_size, device)
     held_out = given.prepare(checked, options.output)
     if not held_out:
         print(f"too few conversations ({len(checked.train)}) to hold some out: nothing is measured")

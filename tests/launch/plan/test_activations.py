@@ -13,7 +13,8 @@ from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.launch.plan.activations import KINDS, layer_activations
 from megatron_nemotron3.launch.plan.flops import letter, symbols
 from megatron_nemotron3.launch.plan.options import MODULES, NONE, Recompute, modules
-from megatron_nemotron3.models import Nemotron3Config, get, names, tiny
+from megatron_nemotron3.models import LoRASettings, Nemotron3Config, get, names, tiny
+from megatron_nemotron3.models.lora import LINEARS
 from megatron_nemotron3.proof.certify.ranks import run_distributed
 from tests.parallel.case import Case
 from tests.support.launches import launch, stage_activations
@@ -134,6 +135,7 @@ def case(
     precision: str = "bf16",
     recompute: Recompute = NONE,
     layout: ParallelLayout | None = None,
+    lora: str | None = None,
 ) -> tuple[Case, Recompute]:
     layout = layout or ParallelLayout()
     return Case(
@@ -145,6 +147,7 @@ def case(
         micro_batch_size=micro_batch_size,
         sequences=micro_batch_size * layout.dp * layout.pp,  # the interleaved schedule wants pp microbatches
         mask="none",
+        lora=lora,
     ), recompute
 
 
@@ -158,7 +161,10 @@ def expected(case: Case, recompute: Recompute, stage: int, imbalance: float = 1.
         precision=case.precision,
         recompute=recompute,
     )
-    found = stage_activations(what, stage, imbalance=imbalance)
+    lora = None if case.lora is None else LoRASettings.parse(case.lora)
+    found = stage_activations(what, stage, imbalance=imbalance, lora=lora)
+    if lora is not None:
+        found = {kind: number for kind, number in found.items() if number}
     return merged(found) if as_one(recompute) else found
 
 
@@ -220,6 +226,35 @@ def test_recomputed_on_one_rank() -> None:
         case(DENSE, 128, 2, recompute=Recompute("selective", ("mlp", "core_attn"))),
         case(SUPER, 128, 1, "fp32", Recompute("selective", ("moe", "core_attn", "shared_experts"))),
     )
+
+
+#: The default adapters, one linear, every linear.
+ADAPTERS = ("dim=8", "dim=4,targets=linear_qkv", "dim=16,targets=" + "+".join(LINEARS))
+
+
+def test_adapters_on_one_rank() -> None:
+    """What a frozen linear would read is kept only where its adapter or another module reads it."""
+    compare(
+        case(SUPER, 64, 1, lora=ADAPTERS[2]),
+        case(NANO, 128, 1, lora="dim=8,targets=*.experts.linear_fc1+out_proj"),
+        case(DENSE, 128, 1, "fp32", lora="dim=8,targets=in_proj"),
+    )
+
+
+@pytest.mark.full
+def test_more_adapters_on_one_rank() -> None:
+    compare(
+        *(case(SUPER, 128, 2, lora=lora) for lora in ADAPTERS),
+        case(DENSE, 128, 2, "fp32", lora="dim=8"),
+        case(SUPER, 128, 1, recompute=Recompute("selective", ("core_attn",)), lora="dim=4,targets=in_proj"),
+        case(SUPER, 128, 1, recompute=Recompute("full"), lora="dim=8"),
+    )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [ParallelLayout(tp=2, ep=2), ParallelLayout(tp=2, etp=2)], ids=str)
+def test_adapters_in_a_layout(layout: ParallelLayout) -> None:
+    compare(*(case(SUPER, 256, 1, layout=layout, lora=lora) for lora in ADAPTERS))
 
 
 LAYOUTS = [

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from megatron_nemotron3.launch import ParallelLayout
-from megatron_nemotron3.launch.plan.state import RankState
-from megatron_nemotron3.models import count, get, names, tiny
+from megatron_nemotron3.launch.plan.options import CostOptions
+from megatron_nemotron3.launch.plan.state import RankState, state
+from megatron_nemotron3.models import LoRASettings, count, get, names, tiny
+from megatron_nemotron3.models.lora import LINEARS
 from megatron_nemotron3.proof.certify.ranks import run_distributed
 from megatron_nemotron3.proof.certify.world import TrainingRun
 from tests.parallel.case import Case
@@ -43,6 +46,7 @@ def held(case: Case) -> tuple[dict[str, int], RankState]:
                 weights += buffer.param_data.nbytes
             else:
                 weights += sum(p.nbytes for p in buffer.params)
+        weights += sum(p.nbytes for p in chunk.parameters() if not p.requires_grad)
     at = {"pp_rank": groups.get_pipeline_model_parallel_rank()}
     at["dp_rank"] = groups.get_data_parallel_rank(with_context_parallel=True)
     at["edp_rank"] = groups.get_expert_data_parallel_rank()
@@ -73,6 +77,29 @@ def test_equal_to_a_built_model_to_the_byte(
     for at, found in run_distributed(held, layout.world_size, case, apart=True, timeout=200):
         what = launch(CONFIG, layout, precision=precision, distributed_optimizer=distributed)
         assert found == exact_state(what, **at), at
+
+
+EVERY, SOME = "+".join(LINEARS), "*.layers.1.*.linear_fc1+*.layers.3.*.linear_qkv+mtp.*.eh_proj"
+ADAPTED = [
+    pytest.param(ParallelLayout(tp=2, ep=2), (EVERY,), id="tp2-ep2"),
+    pytest.param(ParallelLayout(tp=2, etp=2), (EVERY, SOME), id="tp2-etp2", marks=pytest.mark.full),
+    pytest.param(ParallelLayout(pp=2, vpp=2), (EVERY, SOME), id="pp2-vpp2", marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize(("layout", "chosen"), ADAPTED)
+def test_adapters_alone_are_trained_to_the_byte(layout: ParallelLayout, chosen: tuple[str, ...]) -> None:
+    """Of every linear, and of single layers."""
+    for targets in chosen:
+        lora = f"dim=4,targets={targets}"
+        case = Case(
+            config=CONFIG, layout=layout, precision="bf16", steps=1, mask="none", lora=lora,
+            sequences=layout.pp * layout.dp, without=("--use-distributed-optimizer",),
+        )  # fmt: skip
+        what = launch(CONFIG, layout, precision="bf16", distributed_optimizer=False)
+        options = replace(CostOptions.of(what), lora=LoRASettings.parse(lora))
+        for at, found in run_distributed(held, layout.world_size, case, apart=True, timeout=200):
+            assert found == state(what, at["pp_rank"], options), at
 
 
 def test_one_rank_holds_the_whole_model() -> None:

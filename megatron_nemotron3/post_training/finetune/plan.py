@@ -1,0 +1,142 @@
+"""`nemotron3 finetune --plan`: whether the training fits on the GPUs, before anything else is done."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+from megatron_nemotron3.checkpoints.remote import local
+from megatron_nemotron3.common.output import count
+from megatron_nemotron3.launch import Launch, ParallelLayout, check
+from megatron_nemotron3.launch.plan.hardware import GIB, GPUS, RESERVE
+from megatron_nemotron3.launch.plan.options import CostOptions, Recompute
+from megatron_nemotron3.launch.plan.report import memory_classes
+from megatron_nemotron3.launch.plan.search import worst_memory
+from megatron_nemotron3.launch.rules import enforce
+from megatron_nemotron3.models import LoRASettings, Nemotron3Config
+from megatron_nemotron3.models import count as parameters_of
+from megatron_nemotron3.models.command import model
+from megatron_nemotron3.train.inputs import CONVERSATION_OPTIONS
+from megatron_nemotron3.train.processes import machines
+from megatron_nemotron3.train.training import schedule_of
+
+#: Most GPUs of a layout that is proposed, and its tensor-parallel sizes.
+_MOST, _TP = 1024, (1, 2, 4, 8)
+#: Linears with an adapter for every routed expert.
+_OF_EXPERTS = ("linear_fc1", "linear_fc2")
+
+#: Options of the command, and the launch with adapters that they describe.
+Change = tuple[str, Launch, LoRASettings | None]
+
+
+def plan(options: Any, layout: ParallelLayout, lora: LoRASettings | None) -> int:
+    """Print the memory of the fullest rank. Exit status 0 if it fits, else 1.
+
+    options: `FinetuneOptions`.
+    """
+    config = _config(options)
+    launch = _launch(options, config, layout)
+    enforce(launch)
+    name, size = _gpu(options.gpu, layout.world_size)
+    held, limit = worst_memory(launch, lora), size - RESERVE
+    fits = held.total <= limit
+    trained = "all weights" if lora is None else f"LoRA of {'+'.join(lora.targets)}, dim {lora.dim}"
+    how = f"{trained}, {layout}, {launch.precision}, sequences of {launch.seq_length:,} tokens"
+    print(f"{options.source}: {how}")
+    print("memory of the fullest rank, GiB")
+    for part, number in {**memory_classes(held), "all": held.total}.items():
+        print(f"  {part:26} {number / GIB:>7.2f}")
+    print(
+        f"{'fits' if fits else 'does not fit'}: {held.total / GIB:.1f} of {limit / GIB:.1f} GiB on {name} "
+        f"({RESERVE / GIB:.0f} GiB kept for CUDA, NCCL and fragments)"
+    )
+    if not fits:
+        cures = [*_fitting(_changes(launch, lora), limit)]
+        cures += islice(_fitting(_layouts(options, launch, lora), limit), 1)
+        print("what would fit:" if cures else "neither LoRA nor recomputation nor another layout would fit")
+        for cure in cures:
+            print(f"  {cure}")
+    # `measure_held_out` loads the whole model.
+    whole = parameters_of(config).trainable * CostOptions.of(launch).weight
+    if whole > limit:
+        print(
+            f"does not fit: the held-out loss is computed on one GPU, and the weights have {whole / GIB:.1f} "
+            "GiB: take the single steps (docs/training.md)"
+        )
+    return 0 if fits and whole <= limit else 1
+
+
+def _config(options: Any) -> Nemotron3Config:
+    """The model of the folder, of which no weight is read, or of a name of the catalog."""
+    from megatron_nemotron3.checkpoints.convert.checkpoints import open_hugging_face
+
+    mtp = vars(options.mtp)
+    with local(options.source, download=False) as source:
+        if source.exists():
+            return open_hugging_face(source, **mtp).config
+    if any(value is not None for value in mtp.values()):
+        raise ValueError(f"{options.source}: --mtp-from and --mtp-num-layers need its folder")
+    return model(str(options.source))
+
+
+def _launch(options: Any, config: Nemotron3Config, layout: ParallelLayout) -> Launch:
+    """The launch of `nemotron3 train` on a GPU, without its paths."""
+    given = {"steps": options.steps or 1, "lr": options.lr or 1.0, "seq_length": options.seq_length}
+    return Launch(
+        config=config,
+        layout=layout,
+        schedule=schedule_of(config, layout, conversations=True, **given),
+        extra=(*CONVERSATION_OPTIONS, *options.extra),
+        own_script=True,
+    )
+
+
+def _gpu(name: str | None, ranks: int) -> tuple[str, float]:
+    """(name, bytes) of the GPU of that name, or of this machine's, which must suffice for the ranks."""
+    if name is not None:
+        return name, GPUS[name].memory
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ValueError(f"--plan: torch sees no GPU here: give --gpu, one of {', '.join(GPUS)}")
+    machines(ranks, "cuda")
+    found = torch.cuda.get_device_properties(0)
+    return found.name, found.total_memory
+
+
+def _changes(launch: Launch, lora: LoRASettings | None) -> Iterator[Change]:
+    """Changes that leave the layout as it is."""
+    words = Recompute("full").flags()
+    again, recomputed = f"-- {' '.join(words)}", replace(launch, extra=(*launch.extra, *words))
+    yield again, recomputed, lora
+    if lora is None:
+        yield "--lora", launch, LoRASettings()
+        lora = LoRASettings()
+    left = tuple(target for target in lora.targets if target not in _OF_EXPERTS)
+    if left and left != lora.targets:
+        fewer = replace(lora, targets=left)
+        adapters = f"--lora dim={lora.dim},alpha={lora.alpha:g},targets={'+'.join(left)}"
+        yield adapters, launch, fewer
+        yield f"{adapters} {again}", recomputed, fewer
+
+
+def _layouts(options: Any, launch: Launch, lora: LoRASettings | None) -> Iterator[Change]:
+    """Layouts of as many GPUs and more: experts are divided over all, other weights over few or none."""
+    gpus, config = launch.layout.world_size, launch.config
+    while gpus <= _MOST:
+        for tp in (size for size in _TP if gpus % size == 0):
+            ep = math.gcd(gpus, config.num_moe_experts or 1)
+            layout = ParallelLayout(tp=tp, ep=ep, dp=gpus // tp)
+            words = [f"--{name} {size}" for name, size in vars(layout).items() if name != "sp" and size != 1]
+            yield " ".join(words), _launch(options, config, layout), lora
+        gpus *= 2
+
+
+def _fitting(changes: Iterator[Change], limit: float) -> Iterator[str]:
+    for words, launch, lora in changes:
+        held = worst_memory(launch, lora).total
+        if held <= limit and all(violation.severity != "error" for violation in check(launch)):
+            yield f"{words}   {held / GIB:.1f} GiB on {count(launch.layout.world_size, 'GPU')}"
