@@ -82,7 +82,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """One process more than cores: a third of the time is spent on waiting for ranks, children and the disk."""
+    """One process more than cores: a third of the time is waiting for ranks, children and the disk."""
     return (os.cpu_count() or 1) + 1
 
 
