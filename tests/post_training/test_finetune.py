@@ -270,6 +270,13 @@ def test_plan_says_what_does_not_fit_and_what_would(
     assert not list(tmp_path.iterdir())
 
 
+def test_plan_of_a_model_that_one_gpu_cannot_measure(tmp_path: Path, capsys: Capture) -> None:
+    words = ["finetune", "super", "--conversations", "none", "--output", str(tmp_path / "tuned"), "--lora"]
+    status, text = plan_of(capsys, [*words, "--dp", "8", "--ep", "8"])
+    assert status == 1 and "\nfits: " in text
+    assert "\ndoes not fit: the held-out loss is computed on one GPU, and the weights have 2" in text
+
+
 def test_plan_of_a_folder_and_of_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:

@@ -235,3 +235,16 @@ def test_a_path_is_never_looked_up(
     monkeypatch.chdir(tmp_path)
     assert command("check", "runs/demo") == 2
     assert capsys.readouterr().err == "nemotron3 check: runs/demo: it does not exist\n"
+
+
+def test_a_plan_reads_an_id_without_a_download(
+    folders: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = remote._opened
+    monkeypatch.setattr(remote, "_opened", lambda url: opened(url.replace("hf://", "memory://")))
+    monkeypatch.setattr(remote, "_snapshot", lambda name: pytest.fail("downloaded"))
+    words = ["--conversations", "none", "--output", "none", "--plan", "--gpu", "h100"]
+    assert command("finetune", "bucket/hf", *words) == 0
+    assert "bucket/hf: all weights, 1 rank, bf16" in capsys.readouterr().out
+    assert command("finetune", "nonsense", *words) == 2
+    assert "nonsense" in capsys.readouterr().err

@@ -20,7 +20,7 @@ from megatron_nemotron3.launch.plan.options import NONE, Recompute
 from megatron_nemotron3.launch.plan.state import (
     state,
 )
-from megatron_nemotron3.models import Nemotron3Config, get, tiny
+from megatron_nemotron3.models import LoRASettings, Nemotron3Config, get, tiny
 from megatron_nemotron3.proof.certify.ranks import run_distributed
 from megatron_nemotron3.proof.certify.world import TrainingRun
 from tests.parallel.case import Case
@@ -217,28 +217,25 @@ def everything(case: Case) -> int:
     return most
 
 
+NANO = get("nano").but(pattern="M*E", num_moe_experts=8, vocab_size=1024)
 WHOLE = [
     # The worst moment is at the loss; then in the experts' backward, where a CPU has blocks of FP32 besides.
-    pytest.param(SUPER.but(vocab_size=8192), NONE, TOLERANCE, id="loss", marks=pytest.mark.full),
+    pytest.param(SUPER.but(vocab_size=8192), NONE, None, TOLERANCE, id="loss", marks=pytest.mark.full),
+    pytest.param(NANO, NONE, None, 0.1, id="experts", marks=pytest.mark.full),
+    pytest.param(NANO, Recompute("full"), None, 0.1, id="experts-full", marks=pytest.mark.full),
+    # Without gradients of all experts that of the scan would be the worst, by its blocks of FP32.
+    pytest.param(SUPER.but(vocab_size=8192), NONE, "dim=16", TOLERANCE, id="lora", marks=pytest.mark.full),
+    pytest.param(NANO.but(pattern="*E"), NONE, "dim=16", 0.1, id="lora-experts", marks=pytest.mark.full),
     pytest.param(
-        get("nano").but(pattern="M*E", num_moe_experts=8, vocab_size=1024),
-        NONE,
-        0.1,
-        id="experts",
-        marks=pytest.mark.full,
-    ),
-    pytest.param(
-        get("nano").but(pattern="M*E", num_moe_experts=8, vocab_size=1024),
-        Recompute("full"),
-        0.1,
-        id="experts-full",
-        marks=pytest.mark.full,
+        NANO.but(pattern="*E"), NONE, "dim=16,targets=linear_qkv", 0.1, id="lora-qkv", marks=pytest.mark.full
     ),
 ]
 
 
-@pytest.mark.parametrize(("config", "recompute", "tolerance"), WHOLE)
-def test_all_tensors_of_a_step(config: Nemotron3Config, recompute: Recompute, tolerance: float) -> None:
+@pytest.mark.parametrize(("config", "recompute", "lora", "tolerance"), WHOLE)
+def test_all_tensors_of_a_step(
+    config: Nemotron3Config, recompute: Recompute, lora: str | None, tolerance: float
+) -> None:
     case = Case(
         config=config,
         extra=tuple(recompute.flags()),
@@ -248,9 +245,12 @@ def test_all_tensors_of_a_step(config: Nemotron3Config, recompute: Recompute, to
         seq_length=512,
         sequences=1,
         mask="none",
+        lora=lora,
     )
     (found,) = run_distributed(everything, 1, case, apart=True, timeout=280)
-    form = memory(launch(config, seq_length=512, recompute=recompute))
+    what = launch(config, seq_length=512, recompute=recompute)
+    adapters = None if lora is None else LoRASettings.parse(lora)
+    form = memory(what, share=RankShare.of(what, lora=adapters))
     assert sum(form.activations.values()) + form.recompute_peak + form.buffers == pytest.approx(
         found, rel=tolerance
     )
