@@ -298,7 +298,7 @@ def test_plan_of_a_folder_and_of_this_machine(
     assert cli.main([*words, "--plan", "--dp", "16", "--ep", "8"]) == 0
     assert "of 73.0 GiB on NVIDIA H100 80GB HBM3" in capsys.readouterr().out
     # More ranks than GPUs, and no number of machines has as many: before anything is written.
-    monkeypatch.setattr(command, "resolve_device", lambda device: "cuda")
+    monkeypatch.setattr(command, "resolve_device", lambda *given: "cuda")
     for more in ([], ["--plan"]):
         assert cli.main([*words, "--dp", "12", *more]) == 2
         assert "12 ranks, but this machine has 8 GPUs: give a layout of at most 8" in capsys.readouterr().err
