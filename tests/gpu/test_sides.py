@@ -114,6 +114,7 @@ def test_sides_hold_the_same_weights(name: str, pinned: bool) -> None:
     assert all(t.std() > 0 for n, t in found.items() if pinned or not n.endswith("correction_bias"))
 
 
+@pytest.mark.full
 def test_a_side_on_a_cpu() -> None:
     """What is measured of ours; the programs on a GPU call the same methods."""
     side = sides.SIDES["plain"]("cpu")

@@ -68,9 +68,9 @@ OPTIONS: dict[str, Layout] = {
 }
 
 
-#: Runs in `make test`: TP 2 with EP 2, where the exchanges of a dispatcher are recomputed; weights, gradients
+#: Runs in `make test` beside those that `quick` names: weights, gradients
 #: and optimizer divided, with experts. Nano in parallel: test_resharding.py.
-QUICK = ("all modules", "FSDP optim_grads_params, EP")
+QUICK = ("FSDP optim_grads_params, EP",)
 ROWS = [
     pytest.param(model, row, id=f"{model}-{name}", marks=() if quick else pytest.mark.full)
     for name, row in (LAYOUTS | OPTIONS).items()

@@ -278,11 +278,16 @@ def test_compiled_where_it_is_asked_for(monkeypatch):
 
 
 @on_inductor
-def test_a_device_is_tried_once(monkeypatch, capsys):
+@pytest.mark.full
+def test_a_device_that_is_exact(monkeypatch, capsys):
+    on_cpu_as_on_gpu(monkeypatch)
+    assert quantizer._exact_on.__wrapped__(torch.device("cpu")) and capsys.readouterr().out == ""
+
+
+def test_a_device_that_is_not(monkeypatch, capsys):
     """A compiler that contracts a product and a sum, or that fails, is not used, and a warning says so."""
     tried, device = quantizer._exact_on.__wrapped__, torch.device("cpu")
     on_cpu_as_on_gpu(monkeypatch)
-    assert tried(device) and capsys.readouterr().out == ""
 
     def contracted(grid, source, target, encode, decode, bits):
         product = source.double() * encode.double()

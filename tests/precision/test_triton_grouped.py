@@ -77,6 +77,7 @@ def compare(found, wanted, size, terms, dtype):
 
 
 @with_triton
+@pytest.mark.full
 def test_kernels_in_the_interpreter():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "interpreted", __file__]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -68,6 +68,7 @@ def peaks(folder: Path, config: Nemotron3Config, workers: int) -> list[int]:
     return [one.proportional - own for one in used]
 
 
+@pytest.mark.full
 def test_small_model_of_ultras_widths(tmp_path: Path) -> None:
     """22 of 512 experts: 0.9 GB in two stacks, each of them larger than what is allowed."""
     assert SMALL.hidden_size == 8192 and SMALL.moe_ffn_hidden_size == 5120 and SMALL.moe_latent_size == 2048
