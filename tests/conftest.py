@@ -81,11 +81,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if config.getoption("--quick") and _seconds(collection_path) > durations.LIGHT else None
 
 
-def pytest_xdist_auto_num_workers() -> int:
-    """One process more than cores: a third of the time is waiting for ranks, children and the disk."""
-    return (os.cpu_count() or 1) + 1
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Keep pytest-xdist from starting the files with most tests first, whatever they take."""
     config.option.loadscopereorder = False
