@@ -12,7 +12,7 @@ from tests.support.own_stack import WORDS, config
 
 #: A batch without near ties in routing: where one expert is swapped, a gradient norm moves by 1e-5.
 CASE = Case(config=config, extra=WORDS, seed=9)
-#: The first runs in `make test`. PP 2 with VPP 2: "ME", "*E" on one rank, "EM", "ME" on the other.
+#: PP 2 with VPP 2: "ME", "*E" on one rank, "EM", "ME" on the other.
 ROWS = (
     *("PP2 VPP2", "TP2 SP EP2 alltoall"),
     *("TP2 SP", "EP2 alltoall", "EP2 allgather", "PP2", "TP2 SP, expert TP2, alltoall", "CP2"),
@@ -25,9 +25,8 @@ RECOMPUTE = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.full if i else ()) for i, name in enumerate(ROWS)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", ROWS)
 def test_layout_equals_one_process(name: str) -> None:
     row = LAYOUTS[name]
     check(CASE, CASE.at(row.sizes, *row.extra, without=row.without))

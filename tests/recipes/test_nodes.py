@@ -317,6 +317,7 @@ def _archived(archive: Path) -> list[str]:
     return sorted(line for line in listed.stdout.splitlines() if not line.endswith("/"))
 
 
+@pytest.mark.full
 def test_a_node_finds_what_another_compiled(tmp_path: Path) -> None:
     """The archive has what is complete and nothing else; a copy that a node already has is not touched."""
     assert _compile(tmp_path, "one", "k1").stdout.endswith("found: \n")

@@ -62,6 +62,7 @@ def untrained(stopped: list[int]) -> Callable[..., int]:
     return step
 
 
+@pytest.mark.full
 def test_measured_before_and_after(
     folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:

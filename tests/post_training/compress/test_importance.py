@@ -57,7 +57,7 @@ def test_weights_of_a_tokens_experts(checkpoint: tuple[Path, Scores, float]) -> 
 
 LAYOUTS = [
     ParallelLayout(tp=2, ep=2),
-    ParallelLayout(pp=2),
+    pytest.param(ParallelLayout(pp=2), marks=pytest.mark.full),
     pytest.param(ParallelLayout(tp=2, pp=2, ep=2), marks=pytest.mark.full),
     pytest.param(ParallelLayout(dp=2, ep=2), marks=pytest.mark.full),
     pytest.param(ParallelLayout(tp=2, etp=2), marks=pytest.mark.full),

@@ -40,7 +40,7 @@ LAYOUTS = {
 }
 #: Sums in another order move the last digits.
 RTOL = 2e-5
-QUICK = ("tp2-ep2", "pp2")
+QUICK = ("tp2-ep2",)
 
 
 def argv(layout: ParallelLayout, extra: tuple[str, ...], steps: int = STEPS, **data: object) -> list[str]:
