@@ -71,6 +71,8 @@ class LimitedChild:
 
     def __init__(self, answer: Callable[[bytes], bytes], *, memory: int, seconds: int) -> None:
         self._answer, self._memory, self._seconds = answer, memory, seconds
+        #: Bytes that the present child may take: less than `memory` where less was available at its start.
+        self._limit = memory
         self._pipe: Any = None
         self._child = self._owner = 0
 
@@ -91,7 +93,7 @@ class LimitedChild:
             self._owner = 0
         if os.WIFSIGNALED(status):
             raise LimitError(timeout)
-        raise LimitError(f"needs more than {self._memory >> 20:,} MiB of memory")
+        raise LimitError(f"needs more than {self._limit >> 20:,} MiB of memory")
 
     def close(self) -> None:
         """End the child."""
@@ -108,7 +110,7 @@ class LimitedChild:
     def _start(self) -> None:
         from multiprocessing import Pipe
 
-        self._memory, most = _address_space(self._memory)
+        self._limit, most = _address_space(self._memory)
         try:
             self._pipe, theirs = Pipe()
             self._child = _fork()
