@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_nemotron3.common.files import read_outside
-from megatron_nemotron3.common.options import add_option, add_options, json_flag
+from megatron_nemotron3.common.options import add_option, add_options, json_flag, option
 from megatron_nemotron3.common.output import print_json
 from megatron_nemotron3.common.switches import EMULATE
 from megatron_nemotron3.launch.explain import (
@@ -137,8 +137,8 @@ def add_launch(command: argparse.ArgumentParser, *, precision: str | None) -> No
     for name, text in LAYOUT.items():
         layout.add_argument(f"--{name}", type=int, metavar="N", help=f"{text} (default 1)")
     schedule = command.add_argument_group("schedule")
-    for option, (kind, text) in SCHEDULE.items():
-        schedule.add_argument("--" + option.replace("_", "-"), type=kind, metavar="N", help=text)
+    for name, (kind, text) in SCHEDULE.items():
+        schedule.add_argument("--" + name.replace("_", "-"), type=kind, metavar="N", help=text)
     numerics = command.add_argument_group("precision")
     default = precision or "fp32 on a CPU, else bf16"
     numerics.add_argument(
@@ -178,6 +178,11 @@ def add_published(command: argparse.ArgumentParser) -> None:
         default=[],
         help="option of --gpu to leave out, without dashes; may be repeated",
     )
+
+
+def layout_option(name: str, *, group: str = "layout", **details: Any) -> Any:
+    """Return the field of a command's options for a size of `LAYOUT`."""
+    return option(f"{LAYOUT[name]} (default 1)", "N", group=group, **details)
 
 
 def chosen_layout(options: object) -> ParallelLayout:

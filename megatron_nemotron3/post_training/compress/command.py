@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,7 +28,7 @@ from megatron_nemotron3.common.options import (
 from megatron_nemotron3.common.output import BYTES, Bar, result, say, size_text
 from megatron_nemotron3.common.parser import resolve_device
 from megatron_nemotron3.cpu import quiet_on_cpu
-from megatron_nemotron3.launch.command import LAYOUT
+from megatron_nemotron3.launch.command import layout_option
 from megatron_nemotron3.launch.layout import ParallelLayout
 from megatron_nemotron3.models import Nemotron3Config, count
 from megatron_nemotron3.models.command import StoredModelOptions, stored_model
@@ -45,8 +46,7 @@ _LAYOUT = ("tp", "pp", "ep", "etp")
 _MEASURED, _RANKS, _CUT = "importance", "measurement (under torchrun)", "pruning"
 
 
-def _size(name: str) -> Any:
-    return option(f"{LAYOUT[name]} (default 1)", "N", default=1, group=_RANKS)
+_size = partial(layout_option, default=1, group=_RANKS)
 
 
 @dataclass(frozen=True, kw_only=True)

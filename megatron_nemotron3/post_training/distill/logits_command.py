@@ -18,7 +18,7 @@ from megatron_nemotron3.common.output import Bar
 from megatron_nemotron3.common.parser import resolve_device
 from megatron_nemotron3.common.switches import CONVERSATIONS, LOGITS_FOLDER, LOGITS_TEACHER, TRUST_CHECKPOINT
 from megatron_nemotron3.launch import Launch, TrainingData, TrainingSchedule, data_check, flags, to_argv
-from megatron_nemotron3.launch.command import LAYOUT, chosen_layout
+from megatron_nemotron3.launch.command import chosen_layout, layout_option
 from megatron_nemotron3.launch.data_sets import blend_of
 from megatron_nemotron3.train.inputs import (
     CONVERSATION_OPTIONS,
@@ -53,10 +53,6 @@ _STORED = re.compile(r"(\d+) of (\d+) parts$")
 _DATA = partial(option, group="data, as in the training that reads it")
 
 
-def _size(name: str) -> Any:
-    return option(f"{LAYOUT[name]} (default 1)", "N", group="layout")
-
-
 @dataclass(frozen=True, kw_only=True)
 class LogitsOptions:
     """Options of `nemotron3 distill logits`."""
@@ -75,13 +71,13 @@ class LogitsOptions:
     tokenizer: str | None = _DATA("Hugging Face tokenizer folder (default: the run's)", "DIR")
     seq_length: int | None = _DATA("tokens per sequence (default: the model's)", "N")
     data_seed: int = _DATA("seed of the document order (default 1234)", "N", default=1234)
-    tp: int | None = _size("tp")
-    pp: int | None = _size("pp")
+    tp: int | None = layout_option("tp")
+    pp: int | None = layout_option("pp")
     vpp: int | None = None
-    ep: int | None = _size("ep")
-    etp: int | None = _size("etp")
-    cp: int | None = _size("cp")
-    dp: int | None = _size("dp")
+    ep: int | None = layout_option("ep")
+    etp: int | None = layout_option("etp")
+    cp: int | None = layout_option("cp")
+    dp: int | None = layout_option("dp")
     micro_batch_size: int = option(
         "sequences per rank and microbatch (default 1)", "N", default=1, group="layout", least=1
     )

@@ -30,7 +30,7 @@ from megatron_nemotron3.common.options import (
 from megatron_nemotron3.common.parser import resolve_device
 from megatron_nemotron3.common.switches import LORA, environment
 from megatron_nemotron3.cpu import quiet_on_cpu
-from megatron_nemotron3.launch.command import LAYOUT, chosen_layout
+from megatron_nemotron3.launch.command import LAYOUT, chosen_layout, layout_option
 from megatron_nemotron3.launch.flag import values_by_name
 from megatron_nemotron3.launch.plan.hardware import GPUS
 from megatron_nemotron3.models.lora import LoRASettings
@@ -47,10 +47,6 @@ if TYPE_CHECKING:
 #: Schedule of the tiny models, which learn in minutes on a CPU.
 STEPS, LR, SEQ_LENGTH = 60, 1e-3, 512
 _PLAN = "plan; HF_DIR may also be a name of the catalog"
-
-
-def _size(name: str) -> Any:
-    return option(f"{LAYOUT[name]} (default 1)", "N", group="layout")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,13 +82,13 @@ class FinetuneOptions:
     )
     device: str = device_option(group="training")
     tracking: TrackingOptions = TrackingOptions()
-    tp: int | None = _size("tp")
-    pp: int | None = _size("pp")
-    vpp: int | None = _size("vpp")
-    ep: int | None = _size("ep")
-    etp: int | None = _size("etp")
-    cp: int | None = _size("cp")
-    dp: int | None = _size("dp")
+    tp: int | None = layout_option("tp")
+    pp: int | None = layout_option("pp")
+    vpp: int | None = layout_option("vpp")
+    ep: int | None = layout_option("ep")
+    etp: int | None = layout_option("etp")
+    cp: int | None = layout_option("cp")
+    dp: int | None = layout_option("dp")
     plan: bool = flag(
         "only say whether the training fits on the GPUs (exit status 0) or not (1)", group=_PLAN
     )
