@@ -96,7 +96,7 @@ class _Renderer:
             return json.dumps(str(problem)[:500] or type(problem).__name__).encode()
 
     def _rendered(self, messages: Any, tools: Any, variables: dict[str, Any], prompt: bool) -> Any:
-        plain, marked, generates = self._compiled
+        plain, marked, generates = _compile(self._source)
         given = {**self._special, **variables, "tools": tools, "documents": None}
         text = _write(plain, given, messages, prompt)
         if prompt:
@@ -122,21 +122,16 @@ class _Renderer:
             "text": text,
             "turns": turns,
             "generated": generated if generates else None,
-            "header": "" if generates else self._header(given),
+            "header": "" if generates else _header(plain, given),
         }
 
-    def _header(self, given: Mapping[str, Any]) -> str:
-        """What a prompt has behind the user's message, without the beginning of a thought."""
-        ask = [{"role": "user", "content": "a"}]
-        without, prompt = (
-            _write(self._compiled[0], {**given, "tools": None}, ask, one) for one in (False, True)
-        )
-        begun = prompt[len(os.path.commonprefix([without, prompt])) :]
-        return begun.partition("<think>")[0]
 
-    @property
-    def _compiled(self) -> tuple[Any, Any, bool]:
-        return _compile(self._source)
+def _header(template: Any, given: Mapping[str, Any]) -> str:
+    """What a prompt has behind the user's message, without the beginning of a thought."""
+    ask = [{"role": "user", "content": "a"}]
+    without, prompt = (_write(template, {**given, "tools": None}, ask, one) for one in (False, True))
+    begun = prompt[len(os.path.commonprefix([without, prompt])) :]
+    return begun.partition("<think>")[0]
 
 
 def _write(template: Any, given: Mapping[str, Any], messages: Any, prompt: bool) -> str:
