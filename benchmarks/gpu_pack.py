@@ -1,13 +1,14 @@
 """What gpu.py needs on a machine without a package index: folders of wheels, each of limited size.
 
-    python benchmarks/gpu_pack.py build/gpu-pack [--te-wheel FILE [--cuda 13]] [--have FILE]
+    python benchmarks/gpu_pack.py build/gpu-pack [--wheel FILE ...] [--cuda 13] [--have FILE]
     python3 benchmarks/gpu.py --packages build/gpu-pack      # there; needs no network, but torch and pip
 
-Runs where there is an index and gathers for Linux, x86-64, Python 3.12: megatron-core, transformers, and all
-that they and the tests need but torch's own packages; the Python and Triton sources of mamba-ssm and
-causal-conv1d, which suffice for the scan; with --te-wheel also TransformerEngine. Its extension for torch is
-on the index as source only, and compiling it needs CUDA, so a wheel is given. Its core library is built for
-CUDA 12 or 13: --cuda gives that of the target's torch, and installing compares them.
+Runs where there is an index and gathers for Linux, x86-64, Python 3.12: megatron-core, transformers, and
+all that they and the tests need but torch's own packages; the Python and Triton sources of mamba-ssm and
+causal-conv1d, which suffice for the scan. What is on the index as source only and needs CUDA to be compiled
+is given as a wheel: --wheel of causal-conv1d takes the place of its sources, --wheel of transformer-engine-
+torch brings TransformerEngine. Its core library is built for CUDA 12 or 13: --cuda gives that of the
+target's torch, and installing compares them.
 
 --have is what `pip freeze` prints on the target machine: what it names is left out, but for megatron-core and
 transformers. Each folder is for one transfer; a file that is larger is cut, and put together there.
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,8 @@ NEEDED = ("einops", "hypothesis", "pytest", "pytest-xdist", "safetensors", "toke
 #: Of TransformerEngine, whose own wheels are taken without their needs: those name other builds, too.
 TE_NEEDED = ("onnx", "onnxscript", "pydantic", "nvdlfw-inspect", "nvidia-cudnn-frontend>=1.29.0")
 TE_VERSION = "2.20.2"
+#: Compilers of other kernels, 180 MB: cudnn-frontend requires them, TransformerEngine calls none on SM 9.0.
+UNUSED = "nvidia-cutlass-dsl"
 #: Source archive -> (folder that is used, name of its compiled module, of which an empty one stands in).
 SOURCES = {
     "mamba-ssm==2.3.2.post1": ("mamba_ssm", "selective_scan_cuda"),
@@ -87,26 +90,32 @@ def missing(report: Mapping[str, Any], have: Iterable[str]) -> list[str]:
     # What both need is torch's, unless it was asked for by name.
     left = {name for name in packages if name not in torch} | (pinned | {*map(normal, NEEDED)}) & {*packages}
     left -= {normal(name) for name in have} - pinned
+    left = {name for name in left if not name.startswith(UNUSED)}
     return [f"{name}=={packages[name]['version']}" for name in sorted(left - {"torch"})]
 
 
-def gather(folder: Path, te_wheel: Path | None, have: Iterable[str], cuda: str) -> None:
+def gather(folder: Path, wheels: Sequence[Path], have: Iterable[str], cuda: str) -> None:
     """Download everything into `folder`.
 
     Raises:
         RuntimeError: pip failed.
     """
+    given = {normal(wheel.name.split("-")[0]) for wheel in wheels}
+    te = "transformer-engine-torch" in given
     with tempfile.TemporaryDirectory() as made:
         report = Path(made) / "report.json"
-        wanted = [TORCH, *PINNED, *NEEDED, *(TE_NEEDED if te_wheel else ())]
+        wanted = [TORCH, *PINNED, *NEEDED, *(TE_NEEDED if te else ())]
         dry = ["install", "--dry-run", "--ignore-installed", "--report", str(report)]
         pip(*dry, "--target", str(Path(made) / "none"), *target_options(), *wanted)
         names = missing(json.loads(report.read_text()), have)
-        if te_wheel:
+        if te:
             names += [f"transformer-engine=={TE_VERSION}", f"transformer-engine-cu{cuda}=={TE_VERSION}"]
-            shutil.copy(te_wheel, folder)
+        for wheel in wheels:
+            shutil.copy(wheel, folder)
         pip("download", "--no-deps", *target_options(), "-d", str(folder), *names)
         for requirement in SOURCES:
+            if normal(requirement) in given:
+                continue
             words = ["download", "--quiet", "--no-deps", "--no-build-isolation", "--no-binary", ":all:"]
             pip(*words, "-d", str(folder), requirement, check=False)
             if not list(folder.glob(f"{normal(requirement).replace('-', '_')}-*.tar.gz")):
@@ -209,17 +218,20 @@ def cuda_of_torch(torch: Path | None) -> str | None:
 def main() -> int:
     options = parser(__doc__)
     options.add_argument("pack", type=Path)
-    options.add_argument("--te-wheel", type=Path, help="a wheel of transformer_engine_torch")
+    options.add_argument(
+        "--wheel", type=Path, action="append", default=[], help="compiled for the target; can be repeated"
+    )
     options.add_argument("--cuda", choices=("13", "12"), default="13", help="of the target's torch")
     options.add_argument("--have", type=Path, help="what `pip freeze` prints on the target machine")
     args = options.parse_args()
     try:
-        if args.te_wheel and not args.te_wheel.is_file():
-            raise ValueError(f"{args.te_wheel} is no file")
+        for wheel in args.wheel:
+            if not wheel.is_file():
+                raise ValueError(f"{wheel} is no file")
         lines = args.have.read_text().splitlines() if args.have else []
         have = [line.strip() for line in lines if re.match(r"[A-Za-z]", line.strip())]
         args.pack.mkdir(parents=True)
-        gather(args.pack, args.te_wheel, have, args.cuda)
+        gather(args.pack, args.wheel, have, args.cuda)
         divide(args.pack)
     except (ValueError, OSError, RuntimeError) as error:
         print(f"gpu_pack.py: {error}", file=sys.stderr)

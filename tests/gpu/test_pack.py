@@ -127,14 +127,16 @@ def test_a_part_travels_with_the_checkout() -> None:
 
 
 def test_torch_and_what_is_there_are_left_out() -> None:
-    """Packages that only torch needs stay out; what was asked for by name or is newer here does not."""
+    """What only torch needs and unused compilers stay out; what was asked for or is newer here does not."""
     needs = {
         "torch": ["cuda-toolkit[cublas]==13", "numpy", 'pandas; extra == "all"'],
         "cuda-toolkit": ['nvidia-cublas==13; extra == "cublas"'],
         "nvidia-cublas": [],
         "numpy": [],
         "megatron_core": ["torch", "einops", "pandas"],
-        "einops": [],
+        "einops": ["nvidia-cutlass-dsl"],
+        "nvidia-cutlass-dsl": ["nvidia-cutlass-dsl-libs-cu13"],
+        "nvidia-cutlass-dsl-libs-cu13": [],
         "pandas": [],
         "transformers": ["numpy"],
     }
@@ -154,9 +156,43 @@ def test_bad_arguments(
 ) -> None:
     for words, message in (
         ([str(tmp_path)], "File exists"),
-        ([str(tmp_path / "new"), "--te-wheel", str(tmp_path / "none")], "none is no file"),
+        ([str(tmp_path / "new"), "--wheel", str(tmp_path / "none")], "none is no file"),
     ):
         monkeypatch.setattr(sys, "argv", ["gpu_pack.py", *words])
         assert gpu_pack.main() == 2
         assert message in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
+
+
+def test_a_compiled_wheel_takes_the_place_of_the_sources(
+    pack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sources are neither downloaded nor installed, and no module stands in for what it compiled."""
+    asked: list[tuple[str, ...]] = []
+
+    def pip(*words: str, check: bool = True) -> None:
+        asked.append(words)
+        if "--report" in words:
+            Path(words[words.index("--report") + 1]).write_text('{"install": []}')
+        elif not check:  # the sources of mamba-ssm
+            (folder / "mamba_ssm-2.3.2.post1.tar.gz").touch()
+
+    wheel(tmp_path, "causal_conv1d", "VALUE = 3\n")
+    folder = tmp_path / "gathered"
+    folder.mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu_pack, "pip", pip)
+        gpu_pack.gather(folder, [tmp_path / "causal_conv1d-1.0-py3-none-any.whl"], [], "13")
+    assert not any("causal-conv1d" in " ".join(words) for words in asked)
+    assert {path.name for path in folder.iterdir()} == {
+        "causal_conv1d-1.0-py3-none-any.whl",
+        "mamba_ssm-2.3.2.post1.tar.gz",
+    }
+    for path in pack.glob("*/causal_conv1d*"):
+        path.unlink()
+    (pack / "part00" / "causal_conv1d-1.0-py3-none-any.whl").write_bytes(
+        (folder / "causal_conv1d-1.0-py3-none-any.whl").read_bytes()
+    )
+    gpu_pack.install(pack, tmp_path / "site")
+    assert (tmp_path / "site" / "causal_conv1d.py").exists()
+    assert not (tmp_path / "site" / "causal_conv1d_cuda.py").exists()
