@@ -97,11 +97,15 @@ def test_model_and_folders(name: str, world: None) -> None:
 
 
 def test_numbers(world: None) -> None:
-    """Of one forward and backward pass, within 1e-6 of the largest of each kind."""
+    """Of one forward and backward pass.
+
+    Processors add in other orders. Where weights move by half a unit in the last place, logits move by 1.2e-6
+    to 1.6e-6 of the largest; the bound is three times that.
+    """
     import numpy
 
     found, kept = numbers(), golden("numbers")
     assert list(found["gradient norms"]) == list(kept["gradient norms"])
     for kind, values in kept.items():
         now, then = (numpy.array([*v.values()] if isinstance(v, dict) else v) for v in (found[kind], values))
-        assert numpy.abs(now - then).max() <= 1e-6 * numpy.abs(then).max(), kind
+        assert numpy.abs(now - then).max() <= 5e-6 * numpy.abs(then).max(), kind

@@ -43,7 +43,7 @@ def test_values(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
 
 
 @on_device
-@pytest.mark.parametrize("name", ["column", "mxfp8_column", "stochastic_column"])
+@pytest.mark.parametrize("name", ["column", "mxfp8_column", "wgrad_dy"])
 def test_odd_columns(name: str) -> None:
     for columns in (4, 37, 1028):
         checks.check(checks.values(64, columns, device="cuda"), checks.SPECS[name])
@@ -102,8 +102,14 @@ def test_a_cuda_graph_draws_anew() -> None:
     scope="module", params=[pytest.param("cpu", marks=pytest.mark.full), pytest.param("cuda", marks=on_gpu)]
 )
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    with world(request.param):
+    """Sums in one order: atomics move a rounding, that an expert's choice, and that a whole gradient."""
+    with pytest.MonkeyPatch.context() as patch, world(request.param):
+        patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        before = torch.are_deterministic_algorithms_enabled()
+        # mamba-ssm's kernels follow torch's setting.
+        torch.use_deterministic_algorithms(True, warn_only=True)
         yield request.param
+        torch.use_deterministic_algorithms(before)
 
 
 def build(device: str, emulation: str) -> Any:
@@ -137,30 +143,24 @@ def step(model: Any, device: str, compiled: bool, seed: int = 3) -> tuple[float,
     return loss.item(), {n: p.grad.float() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def difference(one: dict[str, Tensor], two: dict[str, Tensor]) -> float:
-    """The largest relative error (norms) of a gradient."""
-    assert one.keys() == two.keys()
-    zero = {n for n, g in two.items() if not g.any()}  # experts without tokens
-    assert len(zero) < len(two) / 2 and not any(one[n].any() for n in zero)
-    return max(((g - two[n]).norm() / two[n].norm()).item() for n, g in one.items() if n not in zero)
+def equal(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
+    """To the bit."""
+    assert one.keys() == two.keys() and sum(g.any().item() for g in two.values()) > len(two) / 2
+    return all(torch.equal(g, two[n]) for n, g in one.items())
 
 
 def test_a_step_has_the_values_of_torch(device: str) -> None:
-    """Sums of atomics may move single roundings: hence a tolerance."""
     model = build(device, "nvfp4")
     wanted, found = (step(model, device, compiled) for compiled in (False, True))
-    assert found[0] == pytest.approx(wanted[0], rel=1e-4)
-    worst = difference(found[1], wanted[1])
-    assert worst <= 1e-2
+    assert found[0] == wanted[0] and equal(found[1], wanted[1])
 
 
 def test_a_step_replays(device: str) -> None:
     """The same state of the generators, the same draws; another state, others."""
     model = build(device, "nvfp4")
     first, again, other = (step(model, device, True, seed) for seed in (3, 3, 4))
-    assert first[0] == pytest.approx(again[0], rel=1e-5)
-    same, another = difference(again[1], first[1]), difference(other[1], first[1])
-    assert same <= 1e-2 < another, (same, another)
+    assert again[0] == first[0] and equal(again[1], first[1])
+    assert not equal(other[1], first[1])
 
 
 def test_kernels_never_wait(device: str) -> None:
