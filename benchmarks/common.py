@@ -123,6 +123,23 @@ def seconds(function: Callable[[], Any], device: str = "cpu") -> float:
     return begin.elapsed_time(end) / 1e3
 
 
+def operations(function: Callable[[], Any], device: str, most: int) -> list[dict[str, Any]]:
+    """The operations that take most time on the device, in one call."""
+    import torch
+    from torch.profiler import profile
+
+    with profile() as run:
+        function()
+        if device == "cuda":
+            torch.cuda.synchronize()
+    attribute = f"self_{'device' if device == 'cuda' else 'cpu'}_time_total"
+    found = sorted(run.key_averages(), key=lambda event: -getattr(event, attribute))
+    return [
+        {"operation": e.key[:80], "calls": e.count, "ms": round(getattr(e, attribute) / 1e3, 3)}
+        for e in found[:most]
+    ]
+
+
 def peak(function: Callable[[], Any], device: str = "cpu") -> int:
     """Largest increase of memory while `function` runs, in bytes: on a CPU that of resident memory.
 

@@ -18,7 +18,7 @@ disturb less than the clock. A step costs as many plain ones as "of one token" s
 plain decoding from that acceptance length on.
 
 With --device cuda, stages of gpu.py, in BF16: plain decoding of Nano after short and long contexts; --passes:
-11 layers of Super's width and its MTP, timed on the device.
+11 layers of Super's width and its MTP, timed on the device, and the operations that take most of it.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from common import (
     emit,
     machine,
     model,
+    operations,
     parser,
     rounds,
     seconds,
@@ -58,6 +59,8 @@ from tests.support.engines import engine_of, tensors
 
 DRAFTS = (1, 2, 3, 5, 7)
 PASSES = (1, 2, 3, 4, 8)
+#: On a GPU: of which operations are listed, and how many.
+PROFILED, OPERATIONS = ("pass over 1", "step with 1 drafts"), 12
 #: Prompts for --run: Python's own sources, which `nemotron3 train` trains on.
 SOURCES = ("argparse.py", "tarfile.py", "typing.py", "asyncio/base_events.py")
 #: Tokens of a chunk of a prompt on a GPU, and bytes that state, caches and a pass need besides the weights.
@@ -237,11 +240,14 @@ def passes(engine: Engine, context: int, device: str, repetitions: int) -> None:
     sides = {f"pass over {n}": over(n) for n in PASSES}
     tokens: dict[str, list[int]] = {name: [n] for name, n in zip(sides, PASSES, strict=True)}
     for draft in (0, *DRAFTS):
-        options = GenerationOptions((draft + 1) * (repetitions + 2), draft=draft)
+        options = GenerationOptions((draft + 1) * (repetitions + 3), draft=draft)
         given = tokens[f"step with {draft} drafts"] = []
         sides[f"step with {draft} drafts"] = step(Decoder(engine, prompt.tolist(), options), given)
     with torch.inference_mode():
         found = [min(times) for times in rounds(list(sides.values()), repetitions)]
+        profiles = {}
+        if device == "cuda":
+            profiles = {name: operations(sides[name], device, OPERATIONS) for name in PROFILED}
     plain = {"pass": found[0], "step": found[len(PASSES)]}
     rows = []
     for name, least in zip(sides, found, strict=True):
@@ -249,6 +255,8 @@ def passes(engine: Engine, context: int, device: str, repetitions: int) -> None:
         row = {"what": name, "tokens": f"{statistics.mean(tokens[name]):.2f}", "ms": f"{1e3 * least:.2f}"}
         rows.append(row | {"of one token": f"{ratio:.2f}"})
     show(rows, "passes")
+    for name, profile in profiles.items():
+        show(({"of": name} | row for row in profile), "operation")
 
 
 def drawn(config: Nemotron3Config, device: str, dtype: torch.dtype, *, agreeing: bool = False) -> Engine:

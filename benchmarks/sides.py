@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import do_not_clamp_time_steps, peak
+from common import do_not_clamp_time_steps, operations, peak
 from weights import fill, megatron_pieces, transformers_pieces
 
 #: Tokens of the first step.
@@ -135,19 +135,10 @@ class Side:
 
     def profile(self, length: int, rows: int) -> list[dict[str, Any]]:
         """The operations that take most device time in one step."""
-        from torch.profiler import profile
-
         batch = self.batch(length)
-        with profile() as run:
-            self._step(*batch)
-            self.clean()
+        found = operations(lambda: self._step(*batch), self.device, rows)
         self.module.zero_grad(set_to_none=True)
-        attribute = f"self_{'device' if self.device == 'cuda' else 'cpu'}_time_total"
-        found = sorted(run.key_averages(), key=lambda event: -getattr(event, attribute))
-        return [
-            {"operation": e.key[:80], "calls": e.count, "ms": round(getattr(e, attribute) / 1e3, 3)}
-            for e in found[:rows]
-        ]
+        return found
 
     def _step(self, tokens: Any, labels: Any) -> Any:
         loss = self.loss(tokens, labels)
