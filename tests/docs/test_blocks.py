@@ -125,11 +125,24 @@ def test_block(block: Block, page_folder: Callable[[str], Path], programs: Path)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
+def make_demo_hf(folder: Path) -> None:
+    if not (folder / "demo-hf").exists():
+        run_python(["-c", NEMOTRON3, *shlex.split(table.COMMANDS["convert to-hf"].example)[1:]], folder)
+
+
+def prepare_conversion(command: table.Command, folder: Path) -> None:
+    """What its example reads is there, and what it writes is not: other tests run the same examples."""
+    written = {"convert to-hf": "demo-hf", "convert from-hf": "demo-megatron"}.get(command.name)
+    if written:
+        shutil.rmtree(folder / written, ignore_errors=True)
+    if command.name.startswith("convert ") and written != "demo-hf":
+        make_demo_hf(folder)
+
+
 def write_chat_model(folder: Path) -> None:
     """Conversations, and a Hugging Face folder whose tokenizer has a chat template."""
     run_python([str(ROOT / "examples" / "conversations.py"), "."], folder)
-    if not (folder / "demo-hf").exists():
-        run_python(["-c", NEMOTRON3, *shlex.split(table.COMMANDS["convert to-hf"].example)[1:]], folder)
+    make_demo_hf(folder)
     (tokenizer,) = (folder / "runs" / "demo" / "data").glob("*/tokenizer")
     for file in tokenizer.iterdir():
         shutil.copy(file, folder / "demo-hf")
@@ -142,8 +155,7 @@ def test_example(command: table.Command, page_folder: Callable[[str], Path], pro
     """The example of each command in `nemotron3 --help` runs, in the order of the help."""
     folder = page_folder("examples of commands")
     (folder / "pretrain_hybrid.py").write_text("import sys; assert '--spec' in sys.argv\n")
-    if command.name == "convert":
-        shutil.rmtree(folder / "demo-hf", ignore_errors=True)  # of another test
+    prepare_conversion(command, folder)
     if command.name == "finetune":
         write_chat_model(folder)
     if command.name == "bisect":
@@ -164,10 +176,7 @@ def _no_json(word: str) -> None:
 def test_json(command: table.Command, page_folder: Callable[[str], Path]) -> None:
     """With --json the example prints one JSON document, and nothing else on stdout."""
     folder, words = page_folder("examples of commands"), shlex.split(command.example)[1:]
-    if command.name == "convert to-hf":
-        shutil.rmtree(folder / "demo-hf", ignore_errors=True)
-    elif command.name.startswith("convert ") and not (folder / "demo-hf").exists():
-        run_python(["-c", NEMOTRON3, *shlex.split(table.COMMANDS["convert to-hf"].example)[1:]], folder)
+    prepare_conversion(command, folder)
     done = run_python(["-c", NEMOTRON3, *words, "--json"], folder)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     document = json.loads(done.stdout, parse_constant=_no_json)
