@@ -18,9 +18,12 @@ from safetensors.torch import load_file, save_file
 from megatron_nemotron3 import cli
 from megatron_nemotron3.common import lock
 from megatron_nemotron3.common.switches import LORA
-from megatron_nemotron3.models import get
+from megatron_nemotron3.launch import Launch, ParallelLayout
+from megatron_nemotron3.launch.plan.state import require_divisible
+from megatron_nemotron3.models import LoRASettings, get
 from megatron_nemotron3.post_training import measure
 from megatron_nemotron3.post_training.finetune import command
+from megatron_nemotron3.post_training.finetune import inputs as given
 from megatron_nemotron3.train import processes
 from tests.support.engines import agreeing_tensors
 from tests.support.hf_folders import write_hf
@@ -143,8 +146,8 @@ def test_three_conversations_a_layout_and_a_file_that_repeats_the_run(
     (tmp_path / "hf/LICENSE").write_text("terms\n")
     monkeypatch.setattr(command, "step", untrained([]))
     seen.clear()
-    given = ["--tp", "2", "--ep", "2", "--split", "100,0,0", "--tensorboard", "--", "--num-workers", "0"]
-    assert cli.main([*words, *given]) == 0
+    more = ["--tp", "2", "--ep", "2", "--split", "100,0,0", "--tensorboard", "--", "--num-workers", "0"]
+    assert cli.main([*words, *more]) == 0
     out = capsys.readouterr().out
     assert "too few conversations (3) to hold some out" in out and "held-out loss" not in out
     (options,) = seen
@@ -233,6 +236,8 @@ def test_wrong_input_ends_before_anything_is_written(
         (["--lora", "base=x"], "leave base= out"),
         (["--steps", "0"], "--steps 0: give more than 0"),
         (["--tp", "0"], "tp=0 is not a positive integer"),
+        (["--dp", "8", "--etp", "8", "--lora", "dim=4"], "LoRA dim=4 is not divisible by ETP=8"),
+        (["--dp", "3", "--ep", "3"], "num_moe_experts=8 is not divisible by EP=3"),
         (["--", "--save", "x"], "--save (give --output)"),
         (["--split", "9,1,0", "--", "--split", "1,1,1"], "--split before and after --: give one"),
         (["--push-to-hub", "a b"], "--push-to-hub a b: give OWNER/NAME"),
@@ -242,6 +247,58 @@ def test_wrong_input_ends_before_anything_is_written(
 def test_wrong_words(words: list[str], message: str, tmp_path: Path, capsys: Capture) -> None:
     assert cli.main([*inputs(tmp_path), *words]) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "tuned").exists()
+
+
+def test_experts_share_the_rank_of_their_adapters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """The training alone refuses it, too, and neither does where experts have no adapters."""
+    monkeypatch.setenv(LORA, "dim=4")
+    words = ["--dp", "8", "--etp", "8", "--device", "cpu", "--output", str(tmp_path / "run")]
+    assert cli.main(["train", "nano", "--tiny", *words]) == 2
+    assert "LoRA dim=4 is not divisible by ETP=8" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    launch = Launch.of("nano", tiny=True, dp=8, etp=8)
+    require_divisible(launch, LoRASettings(dim=4, targets=("linear_qkv", "in_proj")))
+    require_divisible(launch, LoRASettings(dim=8))
+
+
+@pytest.mark.parametrize(
+    ("longest", "sizes", "length"),
+    [
+        (90, {}, 512),
+        (5000, {}, 5120),
+        (5120, {}, 5120),
+        (5000, {"tp": 3, "cp": 5}, 5760),
+        (20_000, {}, 8192),
+        (20_000, {"tp": 3, "cp": 5}, 7680),
+    ],
+)
+def test_sequences_hold_the_longest_conversation(longest: int, sizes: dict[str, int], length: int) -> None:
+    layout, real = ParallelLayout(**sizes), get("nano")
+    assert given.default_length(longest, real, layout) == length
+    assert given.default_length(longest, get("nano-tiny"), layout) == 512
+    assert given.default_length(longest, real.but(max_position_embeddings=300), ParallelLayout()) == 256
+
+
+def test_the_length_is_chosen_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    words = inputs(tmp_path)
+    at = words.index("--seq-length")
+    del words[at : at + 2]
+    write_lines(tmp_path / "chats.jsonl", [*LINES, {"messages": CHAT * 41}])
+    status, text = plan_of(capsys, words)
+    line = "sequence length  1,920: the longest of 37 conversations to train on has 1,804 tokens; 0 longer"
+    assert status == 0 and line in text and "sequences of 1,920 tokens" in text
+    monkeypatch.setattr(given, "MOST", 600)
+    monkeypatch.setattr(command, "step", untrained([]))
+    seen.clear()
+    assert cli.main(words) == 0
+    line = "512: the longest of 37 conversations to train on has 1,804 tokens; 1 longer than this is left out"
+    assert line in capsys.readouterr().out
+    assert seen[0].seq_length == 512
+    assert json.loads((tmp_path / "tuned/finetune.json").read_text())["seq_length"] == 512
 
 
 def plan_of(capsys: Capture, words: list[str]) -> tuple[int, str]:
@@ -272,7 +329,7 @@ def test_plan_says_what_does_not_fit_and_what_would(
 
 def test_plan_of_a_model_that_one_gpu_cannot_measure(tmp_path: Path, capsys: Capture) -> None:
     words = ["finetune", "super", "--conversations", "none", "--output", str(tmp_path / "tuned"), "--lora"]
-    status, text = plan_of(capsys, [*words, "--dp", "8", "--ep", "8"])
+    status, text = plan_of(capsys, [*words, "--dp", "8", "--ep", "8", "--seq-length", "512"])
     assert status == 1 and "\nfits: " in text
     assert "\ndoes not fit: the held-out loss is computed on one GPU, and the weights have 2" in text
 

@@ -34,7 +34,7 @@ from megatron_nemotron3.launch.command import LAYOUT, chosen_layout, layout_opti
 from megatron_nemotron3.launch.flag import values_by_name
 from megatron_nemotron3.launch.plan.hardware import GPUS
 from megatron_nemotron3.models.lora import LoRASettings
-from megatron_nemotron3.post_training.steps import require_positive, require_schedule, step
+from megatron_nemotron3.post_training.steps import require_positive, step
 from megatron_nemotron3.train.command import require_own_options
 from megatron_nemotron3.train.inputs import format_option, reading, require_tracking, variables_option
 from megatron_nemotron3.train.processes import machines
@@ -72,8 +72,10 @@ class FinetuneOptions:
         f"training iterations (default {STEPS} for a tiny model)", "N", group="training"
     )
     lr: float | None = option(f"peak learning rate (default {LR} for a tiny model)", "N", group="training")
-    seq_length: int = option(
-        f"tokens per sequence (default {SEQ_LENGTH})", "N", default=SEQ_LENGTH, group="training"
+    seq_length: int | None = option(
+        f"tokens per sequence (default {SEQ_LENGTH} for a tiny model, else as the conversations need)",
+        "N",
+        group="training",
     )
     split: str | None = option(
         "Megatron's --split of the packed rows (default 90,10,0; all for training if there are few)",
@@ -143,41 +145,26 @@ def _prepared(options: FinetuneOptions, lora: LoRASettings | None, source: Path)
     """Check the inputs in a local folder, write them, and run the steps."""
     from megatron_nemotron3.post_training.finetune import inputs as given
 
-    checked = given.check(
-        source,
-        options.conversations,
-        options.held_out,
-        source if options.tokenizer is None else options.tokenizer,
-        options.chat_template,
-        reading=reading(options).text(),
-        lora=lora.text() if lora is not None else "",
-        adapter_only=options.adapter_only,
-        mtp_from=str(options.mtp.mtp_from.resolve()) if options.mtp.mtp_from else "",
-        mtp_num_layers=options.mtp.mtp_num_layers,
-        steps=options.steps or STEPS,
-        lr=options.lr or LR,
-        seq_length=options.seq_length,
-    )
-    require_schedule(options, checked.config)
     device = resolve_device(options.device, "megatron.core")
     if device == "cpu":
         quiet_on_cpu()
+    checked = given.check(options, lora, source, device)
     machines(chosen_layout(options).world_size, device)
-    held_out = given.prepare(checked, options.output)
-    if not held_out:
+    given.prepare(checked, options.output)
+    if not checked.encoded:
         print(f"too few conversations ({len(checked.train)}) to hold some out: nothing is measured")
     with lock.held(options.output):
         text = config_text(options.output, options.given, options.extra, "finetune")
         write_text(options.output / FILE, text)
-        return _finetune(options, lora, checked, held_out, device)
+        return _finetune(options, lora, checked, device)
 
 
 def _finetune(
-    options: FinetuneOptions, lora: LoRASettings | None, checked: FineTuneInputs, held_out: Any, device: str
+    options: FinetuneOptions, lora: LoRASettings | None, checked: FineTuneInputs, device: str
 ) -> int:
     from megatron_nemotron3.post_training.measure import measure_held_out
 
-    out = options.output
+    out, held_out = options.output, checked.encoded
     base, run, tuned, chat = out / "base", out / "run", out / "hf", out / "tokenizer"
     how = checked.record
     words = ["--mtp-from", how["mtp_from"]] if how["mtp_from"] else []
