@@ -159,11 +159,7 @@ _MICRO_BATCH = "--micro-batch-size"
 
 
 def require_schedule(script: str, argv: Sequence[str]) -> None:
-    """Raise ValueError at a training without micro-batch size, rate or length, of which Megatron says less.
-
-    It ends in an assertion without the first, also where nothing is trained, and without the others after it
-    has built the model.
-    """
+    """Raise ValueError at a training without micro-batch size, rate or length; Megatron says less of it."""
     name = os.path.basename(script)
     if name not in _TRAINING or not option_values(argv, "--hybrid-layer-pattern"):
         return

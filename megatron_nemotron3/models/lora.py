@@ -93,9 +93,8 @@ class LoRASettings:
         """Raise ValueError unless as many expert-tensor-parallel ranks can divide `dim`, as they must."""
         if self.dim % size:
             raise ValueError(
-                f"LoRA dim={self.dim} is not divisible by ETP={size}, which splits the adapters of experts: "
-                f"give a dim that is a multiple of {size}, another ETP, or targets without linear_fc1 and "
-                "linear_fc2"
+                f"LoRA dim={self.dim} is not divisible by ETP={size}, which splits experts' adapters: give a "
+                f"multiple of {size}, another ETP, or targets without linear_fc1 and linear_fc2"
             )
 
     @property

@@ -311,8 +311,8 @@ def _prepared_data(request: TrainRequest) -> tuple[TrainingData, float | None, d
     if options.conversations or options.data_path:
         rows = {}
         if options.conversations and options.tokenizer is not None:
-            data = request.output / "data"
-            rows = conversation_rows(options, options.tokenizer, request.launch, data)
+            cache = request.output / "data"
+            rows = conversation_rows(options, options.tokenizer, request.launch, cache)
         return named_data(options, request.output, request.split), None, rows
     prepared = prepare(
         options.text,

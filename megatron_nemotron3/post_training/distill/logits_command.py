@@ -20,6 +20,7 @@ from megatron_nemotron3.common.switches import CONVERSATIONS, LOGITS_FOLDER, LOG
 from megatron_nemotron3.launch import Launch, TrainingData, TrainingSchedule, data_check, flags, to_argv
 from megatron_nemotron3.launch.command import chosen_layout, layout_option
 from megatron_nemotron3.launch.data_sets import blend_of
+from megatron_nemotron3.post_training.steps import ProcessWatch
 from megatron_nemotron3.train.inputs import (
     ALL_TRAIN,
     CONVERSATION_OPTIONS,
@@ -265,7 +266,7 @@ def _run(options: LogitsOptions, launch: Launch, argv: list[str], manifest: Logi
     }
     log = options.output / "logits.log"
     with Bar("logits", "parts") as bar:
-        watch = _ProcessWatch(bar)
+        watch = ProcessWatch(bar, _STORED)
         status = processes.follow(command, env, log, watch)
     if watch.was_interrupted:
         stored = sum(part_path(options.output, part).is_file() for part in manifest.parts())
@@ -276,21 +277,3 @@ def _run(options: LogitsOptions, launch: Launch, argv: list[str], manifest: Logi
     print(f"stored           {options.output}")
     print(f"mass             {mass_of(options.output):.1%} of the probability is of the {manifest.k} tokens")
     return 0
-
-
-class _ProcessWatch:
-    """Follows the processes. An interrupt ends them at once: a part is written whole or not at all."""
-
-    finished = True
-
-    def __init__(self, bar: Bar) -> None:
-        self.was_interrupted = False
-        self._bar = bar
-
-    def line(self, text: str) -> None:
-        if found := _STORED.match(text.rstrip()):
-            self._bar.to(int(found[1]), int(found[2]))
-
-    def interrupted(self) -> bool:
-        self.was_interrupted = True
-        return False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import shutil
 import zlib
 from collections.abc import Sequence
@@ -21,12 +20,14 @@ from megatron_nemotron3.common.files import json_outside, read_outside, write_js
 from megatron_nemotron3.common.output import Bar, count
 from megatron_nemotron3.launch import Launch, ParallelLayout
 from megatron_nemotron3.launch.command import chosen_layout
+from megatron_nemotron3.launch.plan.options import CostOptions
 from megatron_nemotron3.launch.plan.state import require_divisible
 from megatron_nemotron3.launch.rules import enforce
 from megatron_nemotron3.models import LoRASettings, Nemotron3Config
+from megatron_nemotron3.models import count as parameters_of
 from megatron_nemotron3.models.show import describe
 from megatron_nemotron3.post_training.finetune.command import LR, SEQ_LENGTH, STEPS
-from megatron_nemotron3.post_training.steps import require_schedule, with_own_name
+from megatron_nemotron3.post_training.steps import length_step, require_schedule, with_own_name
 from megatron_nemotron3.train.data.conversations import Encoded, Encoder, Reading, parse_line
 from megatron_nemotron3.train.data.forms import read_rows
 from megatron_nemotron3.train.inputs import CONVERSATION_OPTIONS, reading
@@ -78,15 +79,20 @@ def launch_of(
     )
 
 
+def whole_weights(launch: Launch) -> float:
+    """Bytes of all weights, which one GPU holds that measures the model alone."""
+    return parameters_of(launch.config).trainable * CostOptions.of(launch).weight
+
+
 def default_length(longest: int, config: Nemotron3Config, layout: ParallelLayout) -> int:
     """Tokens of a row where nothing says it: those of the longest conversation, within bounds.
 
-    A multiple of what the layout needs and of Mamba's chunks, at least `SEQ_LENGTH`, at most `MOST` and the
-    model's context. A tiny model has `SEQ_LENGTH`.
+    A multiple of `length_step`, at least `SEQ_LENGTH`, at most `MOST` and the model's context. A tiny model
+    has `SEQ_LENGTH`.
     """
     if "-tiny" in config.name:
         return SEQ_LENGTH
-    step = math.lcm(config.mamba_chunk_size, 2 * layout.cp * layout.tp)
+    step = length_step(config, layout)
     most = max(step, min(MOST, config.max_position_embeddings) // step * step)
     return min(most, -(-max(longest, SEQ_LENGTH) // step) * step)
 

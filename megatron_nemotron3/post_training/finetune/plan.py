@@ -12,11 +12,10 @@ from megatron_nemotron3.checkpoints.remote import local
 from megatron_nemotron3.common.output import count
 from megatron_nemotron3.launch import Launch, ParallelLayout, check
 from megatron_nemotron3.launch.plan.hardware import GIB, GPUS, RESERVE
-from megatron_nemotron3.launch.plan.options import CostOptions, Recompute
+from megatron_nemotron3.launch.plan.options import Recompute
 from megatron_nemotron3.launch.plan.report import memory_classes
 from megatron_nemotron3.launch.plan.search import worst_memory
 from megatron_nemotron3.models import LoRASettings
-from megatron_nemotron3.models import count as parameters_of
 from megatron_nemotron3.models.command import model
 from megatron_nemotron3.post_training.finetune import inputs
 from megatron_nemotron3.train.processes import machines
@@ -36,7 +35,6 @@ def plan(options: Any, layout: ParallelLayout, lora: LoRASettings | None) -> int
     options: `FinetuneOptions`.
     """
     launch = _launch(options, layout, lora)
-    config = launch.config
     inputs.require_possible(launch, lora)
     name, size = _gpu(options.gpu, layout.world_size)
     held, limit = worst_memory(launch, lora), size - RESERVE
@@ -57,14 +55,9 @@ def plan(options: Any, layout: ParallelLayout, lora: LoRASettings | None) -> int
         print("what would fit:" if cures else "neither LoRA nor recomputation nor another layout would fit")
         for cure in cures:
             print(f"  {cure}")
-    # `measure_held_out` loads the whole model.
-    whole = parameters_of(config).trainable * CostOptions.of(launch).weight
-    if whole > limit:
-        print(
-            f"does not fit: the held-out loss is computed on one GPU, and the weights have {whole / GIB:.1f} "
-            "GiB: take the single steps (docs/training.md)"
-        )
-    return 0 if fits and whole <= limit else 1
+    if (whole := inputs.whole_weights(launch)) > limit:
+        print(f"held-out loss: measured in this layout, without an answer: {whole / GIB:.1f} GiB of weights")
+    return 0 if fits else 1
 
 
 def _launch(options: Any, layout: ParallelLayout, lora: LoRASettings | None) -> Launch:
