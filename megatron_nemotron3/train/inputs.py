@@ -219,7 +219,7 @@ def named_data(options: TrainOptions, output: Path, split: str | None) -> Traini
     return TrainingData()
 
 
-def conversation_rows(options: Any, tokenizer: str, launch: Launch, cache: Path) -> dict[str, int]:
+def conversation_rows(options: Any, tokenizer: str | None, launch: Launch, cache: Path) -> dict[str, int]:
     """Encode the conversations, so that a wrong file ends here; return the number of rows of each file.
 
     The processes map the result in `cache`.
@@ -231,7 +231,8 @@ def conversation_rows(options: Any, tokenizer: str, launch: Launch, cache: Path)
     from megatron_nemotron3.train.data.packing import PackedConversations, conversation_multiple
 
     multiple, rows = conversation_multiple(launch.layout.cp), {}
-    for file in blend_of("--conversations", options.conversations).prefixes:
+    for file in blend_of("--conversations", options.conversations).prefixes if options.conversations else ():
+        assert tokenizer is not None
         with READING.using(reading(options)):
             packed = PackedConversations(file, tokenizer, launch.seq_length, multiple, str(cache))
         print(packed.describe(), packed.samples(tokenizer), sep="\n")

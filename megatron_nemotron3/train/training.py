@@ -309,10 +309,7 @@ def _prepared_data(request: TrainRequest) -> tuple[TrainingData, float | None, d
 
     options = request.options
     if options.conversations or options.data_path:
-        rows = {}
-        if options.conversations and options.tokenizer is not None:
-            cache = request.output / "data"
-            rows = conversation_rows(options, options.tokenizer, request.launch, cache)
+        rows = conversation_rows(options, options.tokenizer, request.launch, request.output / "data")
         return named_data(options, request.output, request.split), None, rows
     prepared = prepare(
         options.text,

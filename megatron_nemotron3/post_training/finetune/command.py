@@ -34,6 +34,7 @@ from megatron_nemotron3.launch.command import LAYOUT, chosen_layout, layout_opti
 from megatron_nemotron3.launch.flag import values_by_name
 from megatron_nemotron3.launch.plan.hardware import GPUS, RESERVE
 from megatron_nemotron3.models.lora import LoRASettings
+from megatron_nemotron3.post_training.finetune import LR, SEQ_LENGTH, STEPS
 from megatron_nemotron3.post_training.steps import require_positive, step
 from megatron_nemotron3.train.command import require_own_options
 from megatron_nemotron3.train.inputs import format_option, reading, require_tracking, variables_option
@@ -44,8 +45,6 @@ if TYPE_CHECKING:
     from megatron_nemotron3.post_training.measure import HeldOut, HeldOutResult
     from megatron_nemotron3.train.data.conversations import Encoded
 
-#: Schedule of the tiny models, which learn in minutes on a CPU.
-STEPS, LR, SEQ_LENGTH = 60, 1e-3, 512
 _PLAN = "plan; HF_DIR may also be a name of the catalog"
 
 
@@ -219,7 +218,8 @@ def _held_out(options: FinetuneOptions, checked: FineTuneInputs, device: str) ->
         return found
     if (number := machines(layout.world_size, device)) > 1:
         print(
-            f"held-out loss not measured: one GPU has no room for the model, and {number} machines are needed"
+            f"held-out loss not measured, which would need {number} machines: nemotron3 evaluate measures where "
+            "one device has room for the model"
         )
         return None
     return replace(found, launch=launch)

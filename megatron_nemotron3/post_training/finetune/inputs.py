@@ -26,7 +26,7 @@ from megatron_nemotron3.launch.rules import enforce
 from megatron_nemotron3.models import LoRASettings, Nemotron3Config
 from megatron_nemotron3.models import count as parameters_of
 from megatron_nemotron3.models.show import describe
-from megatron_nemotron3.post_training.finetune.command import LR, SEQ_LENGTH, STEPS
+from megatron_nemotron3.post_training.finetune import LR, SEQ_LENGTH, STEPS
 from megatron_nemotron3.post_training.steps import length_step, require_schedule, with_own_name
 from megatron_nemotron3.train.data.conversations import Encoded, Encoder, Reading, parse_line
 from megatron_nemotron3.train.data.forms import read_rows
