@@ -218,8 +218,8 @@ def _held_out(options: FinetuneOptions, checked: FineTuneInputs, device: str) ->
         return found
     if (number := machines(layout.world_size, device)) > 1:
         print(
-            f"held-out loss not measured, which would need {number} machines: nemotron3 evaluate measures where "
-            "one device has room for the model"
+            f"held-out loss not measured, which would need {number} machines: nemotron3 evaluate measures it "
+            "where one device has room for the model"
         )
         return None
     return replace(found, launch=launch)
