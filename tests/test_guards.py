@@ -140,7 +140,12 @@ def test_a_training_without_a_schedule(tmp_path: Path, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit) as stopped:
         run.main(["--device", "cpu", str(script), *printed.out.split()])
     assert stopped.value.code == 2
-    assert "pretrain_hybrid.py needs --lr and --train-iters: add them" in capsys.readouterr().err
+    assert "pretrain_hybrid.py needs --lr and --train-iters: give them" in capsys.readouterr().err
+    words = ["--hybrid-layer-pattern", "M*", "--skip-train"]
+    with pytest.raises(SystemExit):
+        run.main(["--device", "cpu", str(script), *words])
+    assert "pretrain_hybrid.py needs --micro-batch-size: give it" in capsys.readouterr().err
+    require_schedule("pretrain_hybrid.py", [*words, "--micro-batch-size=2"])
     require_schedule("tools/checkpoint.py", [])
     assert cli.main(["flags", "nano", "--schedule", "published"]) == 0
     printed = capsys.readouterr()

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_nemotron3.common.files import Unreadable, open_outside, write_text
+from megatron_nemotron3.common.parser import first_missing, not_installed
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -101,7 +102,7 @@ def locate(folder: Path) -> Located:
 
 
 def require_tokenizer(folder: str | Path) -> None:
-    """Raise ValueError unless a folder may hold a Hugging Face tokenizer."""
+    """Raise ValueError unless a folder may hold a Hugging Face tokenizer, and the library is installed."""
     path = Path(folder)
     if not path.is_dir():
         raise ValueError(f"--tokenizer {folder} is {'a file' if path.exists() else 'missing'}: give a folder")
@@ -109,6 +110,8 @@ def require_tokenizer(folder: str | Path) -> None:
         raise ValueError(
             f"--tokenizer {folder} holds no tokenizer: it has none of {', '.join(_TOKENIZER_FILES)}"
         )
+    if first_missing("tokenizers"):  # where transformers ends in a NameError
+        raise ValueError(not_installed("tokenizers"))
 
 
 def locate_one(folder: Path, iteration: int | None = None) -> Located:

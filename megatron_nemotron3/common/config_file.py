@@ -205,11 +205,13 @@ class Defaults:
 
 
 def file_of(arguments: list[str]) -> str | None:
-    """The value of --config in a command line."""
+    """The value of --config in a command line. ValueError if there are several."""
     only = argparse.ArgumentParser(add_help=False, exit_on_error=False)
-    only.add_argument("--config")
+    only.add_argument("--config", action="append", default=[])
     try:
-        found: str | None = only.parse_known_args(arguments)[0].config
+        found: list[str] = only.parse_known_args(arguments)[0].config
     except argparse.ArgumentError:  # without a value, which the command's own parser says
         return None
-    return found
+    if len(found) > 1:
+        raise ValueError(f"--config is given {len(found)} times ({', '.join(found)}): give one file")
+    return found[0] if found else None

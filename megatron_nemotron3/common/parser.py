@@ -124,9 +124,9 @@ class OptionParser(argparse.ArgumentParser):
         """Parse with the options of --config as defaults; keep what was given for `config_text`."""
         from megatron_nemotron3.common import config_file
 
-        file, defaults = config_file.file_of(arguments), None
+        defaults = None
         try:
-            if file is not None:
+            if (file := config_file.file_of(arguments)) is not None:
                 defaults = config_file.Defaults(self, file, hint)
             found, rest = super().parse_known_args(arguments, namespace)
         except (ValueError, OSError) as problem:

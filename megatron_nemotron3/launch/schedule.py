@@ -155,16 +155,20 @@ def missing_schedule(argv: Sequence[str]) -> list[str]:
 #: Scripts that train, unless one of these options is given.
 _TRAINING = ("pretrain_hybrid.py", "pretrain_mamba.py", "pretrain_script.py")
 _NO_TRAINING = ("--skip-train", "--freeze-all-layers")
+_MICRO_BATCH = "--micro-batch-size"
 
 
 def require_schedule(script: str, argv: Sequence[str]) -> None:
-    """Raise ValueError if a model would be trained without rate or length: Megatron builds it, and ends."""
+    """Raise ValueError at a training without micro-batch size, rate or length; Megatron says less of it."""
     name = os.path.basename(script)
-    trains = name in _TRAINING and option_values(argv, "--hybrid-layer-pattern")
-    if trains and set(argv).isdisjoint(_NO_TRAINING) and (missing := missing_schedule(argv)):
+    if name not in _TRAINING or not option_values(argv, "--hybrid-layer-pattern"):
+        return
+    missing = [] if option_values(argv, _MICRO_BATCH) else [_MICRO_BATCH]
+    missing += missing_schedule(argv) if set(argv).isdisjoint(_NO_TRAINING) else []
+    if missing:
         raise ValueError(
-            f"{name} needs {' and '.join(missing)}: add them, or take the options of nemotron3 flags NAME "
-            "--schedule published"
+            f"{name} needs {' and '.join(missing)}: give {'them' if missing[1:] else 'it'}, or take the "
+            "options of nemotron3 flags NAME --schedule published"
         )
 
 

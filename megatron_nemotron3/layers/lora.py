@@ -148,9 +148,7 @@ class GroupedAdapter(Adapter):
 
     def __init__(self, linear: GroupedLinear, lora: LoRASettings, name: str) -> None:
         self.axes = (1, 1) if linear.split_axis == 0 else (2, 2)
-        tp = linear.tp_group.size()
-        if lora.dim % tp:
-            raise ValueError(f"LoRA with dim={lora.dim}: expert TP={tp} must divide it")
+        lora.require_expert_tp(linear.tp_group.size())
         super().__init__(linear, lora, name)
         self.ep_group, self.expt_dp_group = linear.ep_group, linear.expt_dp_group
 

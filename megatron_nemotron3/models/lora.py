@@ -89,6 +89,14 @@ class LoRASettings:
         """The settings in the form that `parse` reads, without `base`."""
         return f"dim={self.dim},alpha={self.alpha:g},seed={self.seed},targets={'+'.join(self.targets)}"
 
+    def require_expert_tp(self, size: int) -> None:
+        """Raise ValueError unless as many expert-tensor-parallel ranks can divide `dim`, as they must."""
+        if self.dim % size:
+            raise ValueError(
+                f"LoRA dim={self.dim} is not divisible by ETP={size}, which splits experts' adapters: give a "
+                f"multiple of {size}, another ETP, or targets without linear_fc1 and linear_fc2"
+            )
+
     @property
     def scale(self) -> float:
         """Factor of B A."""

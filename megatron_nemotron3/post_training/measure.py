@@ -5,16 +5,23 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megatron_nemotron3.common import record
-from megatron_nemotron3.common.files import write_json
+from megatron_nemotron3.common.files import json_outside, write_json
 from megatron_nemotron3.common.output import Bar, interval, paired
+from megatron_nemotron3.common.switches import CONVERSATIONS, LORA, TRUST_CHECKPOINT
 from megatron_nemotron3.inference.generate.checkpoint_folder import find_checkpoint
 from megatron_nemotron3.inference.generate.command import load_engine
-from megatron_nemotron3.inference.generate.evaluate import DepthAgreement, conversation_losses, windows
+from megatron_nemotron3.inference.generate.evaluate import (
+    ConversationLosses,
+    DepthAgreement,
+    conversation_losses,
+    windows,
+)
 from megatron_nemotron3.inference.generate.evaluate_command import (
     TOKENS,
     chosen_seq_length,
@@ -23,12 +30,39 @@ from megatron_nemotron3.inference.generate.evaluate_command import (
 )
 from megatron_nemotron3.inference.generate.prompts import GenerationOptions, generate
 from megatron_nemotron3.inference.generate.text import Tokenizer
+from megatron_nemotron3.launch import Launch, TrainingSchedule, flags, to_argv
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.post_training.boost.inputs import BoostInputs
-from megatron_nemotron3.train.data.conversations import Encoded
+from megatron_nemotron3.post_training.steps import ProcessWatch, length_step
+from megatron_nemotron3.train import processes
+from megatron_nemotron3.train.data.conversations import READING, Encoded, Reading
+from megatron_nemotron3.train.data.packing import PackedConversations, conversation_multiple
+from megatron_nemotron3.train.inputs import ALL_TRAIN, CONVERSATION_OPTIONS, given_data
 
+#: What the ranks print after each row.
+_MEASURED = re.compile(r"(\d+) of (\d+) rows$")
 #: Tokens of a sample.
 ANSWER_TOKENS = 48
+
+
+#: What the ranks run that measure held-out conversations.
+SCRIPT = Path(__file__).parent / "held_out_script.py"
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Held-out conversations, and what computes their loss."""
+
+    config: Nemotron3Config
+    conversations: Sequence[Encoded]
+    #: Their file, as it is read, and a folder with their tokenizer and template.
+    file: Path
+    reading: Reading
+    tokenizer: Path
+    #: "cpu" or "cuda".
+    device: str
+    #: The training whose ranks compute it, where one GPU has no room for the model; None: this process.
+    launch: Launch | None = None
 
 
 @dataclass(frozen=True)
@@ -37,8 +71,8 @@ class HeldOutResult:
 
     per_token: float
     per_conversation: float
-    #: What it answers in the first of them, greedily.
-    answer: str
+    #: What it answers in the first of them, greedily; None: ranks of a training generate nothing.
+    answer: str | None
 
 
 @contextlib.contextmanager
@@ -54,30 +88,76 @@ def _returning_memory() -> Iterator[None]:
 
 
 @_returning_memory()
-def measure_held_out(
-    checkpoint: Path,
-    config: Nemotron3Config,
-    held_out: Sequence[Encoded],
-    tokenizer: Path,
-    device: str,
-    kept: Path,
-) -> HeldOutResult:
-    """Measure a checkpoint, or read from the file `kept` what was measured before."""
+def measure_held_out(checkpoint: Path, held_out: HeldOut, kept: Path) -> HeldOutResult:
+    """Measure a checkpoint, or read from the file `kept` what was measured before.
+
+    Raises:
+        ValueError: the ranks of `held_out.launch` failed.
+    """
     with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
         return HeldOutResult(**record.read(kept))
-    encoding = Tokenizer(tokenizer)
-    opened = find_checkpoint(checkpoint).open(config, config.vocab_size)
-    engine = load_engine(opened, device)
-    # No layer encodes positions: what was trained on may be longer than the folder's number says.
-    engine.max_context = max(engine.max_context, max(len(one.ids) for one in held_out) + ANSWER_TOKENS)
-    with Bar("held-out loss", "tokens", sum(len(one.ids) for one in held_out)) as bar:
-        measured = conversation_losses(engine, held_out, bar.add)
-    prompt = first_prompt(held_out)
-    (row,) = generate(engine, [prompt], GenerationOptions(ANSWER_TOKENS, stop=encoding.stop)).rows
-    answer = encoding.decode(row.tokens)
+    measure = _measured_here if held_out.launch is None else _measured_by_ranks
+    measured, answer = measure(checkpoint, held_out, kept)
     found = HeldOutResult(measured.per_token, measured.per_conversation, answer)
     write_json(kept, asdict(found))
     return found
+
+
+def _measured_here(checkpoint: Path, held_out: HeldOut, kept: Path) -> tuple[ConversationLosses, str]:
+    config, conversations, encoding = held_out.config, held_out.conversations, Tokenizer(held_out.tokenizer)
+    opened = find_checkpoint(checkpoint).open(config, config.vocab_size)
+    engine = load_engine(opened, held_out.device)
+    # No layer encodes positions: what was trained on may be longer than the folder's number says.
+    engine.max_context = max(engine.max_context, max(len(one.ids) for one in conversations) + ANSWER_TOKENS)
+    with Bar("held-out loss", "tokens", sum(len(one.ids) for one in conversations)) as bar:
+        measured = conversation_losses(engine, conversations, bar.add)
+    prompt = first_prompt(conversations)
+    (row,) = generate(engine, [prompt], GenerationOptions(ANSWER_TOKENS, stop=encoding.stop)).rows
+    return measured, encoding.decode(row.tokens)
+
+
+def _measured_by_ranks(checkpoint: Path, held_out: HeldOut, kept: Path) -> tuple[ConversationLosses, None]:
+    """Start the ranks of a training for a forward pass over rows that hold the longest conversation."""
+    launch, log, result = held_out.launch, kept.with_suffix(".log"), kept.with_suffix(".totals.json")
+    assert launch is not None
+    layout, cache = replace(launch.layout, vpp=1), str(kept.parent / "held_out")
+    longest, step = max(len(one.ids) for one in held_out.conversations), length_step(launch.config, layout)
+    launch = replace(
+        launch,
+        config=launch.config.but(mtp_pattern=None, mtp_num_layers=0),
+        layout=layout,
+        schedule=TrainingSchedule(
+            global_batch_size=layout.dp,
+            seq_length=-(-longest // step) * step,
+            train_iters=1,
+            lr=1.0,  # Megatron's parser asks for one
+            lr_decay_style="constant",
+            eval_iters=0,
+            eval_interval=None,
+        ),
+        data=given_data(
+            [str(held_out.file)], str(held_out.tokenizer), conversations=True, split=ALL_TRAIN, cache=cache
+        ),
+        extra=CONVERSATION_OPTIONS,
+    )
+    with READING.using(held_out.reading):  # the ranks map what is encoded here
+        multiple = conversation_multiple(layout.cp)
+        PackedConversations(str(held_out.file), str(held_out.tokenizer), launch.seq_length, multiple, cache)
+    own = ["--held-out-checkpoint", str(checkpoint), "--held-out-result", str(result)]
+    words = [*to_argv(flags(launch)), *own]
+    env = processes.environment(layout.world_size, held_out.device, launch.config.hidden_size)
+    env |= {TRUST_CHECKPOINT: "1", CONVERSATIONS: held_out.reading.text(), LORA: ""}
+    words = processes.command(words, layout.world_size, held_out.device, SCRIPT)
+    with Bar("held-out loss", "rows") as bar:
+        watch = ProcessWatch(bar, _MEASURED)
+        status = processes.follow(words, env, log, watch)
+    if watch.was_interrupted:
+        raise KeyboardInterrupt
+    if status:
+        raise ValueError(f"the ranks that measure the held-out loss ended with {status} (see {log})")
+    totals = [(total, number) for total, number in json_outside(result, limit=record.LIMIT)]
+    result.unlink()
+    return ConversationLosses.of(totals), None
 
 
 def first_prompt(held_out: Sequence[Encoded]) -> list[int]:

@@ -25,6 +25,7 @@ from megatron_nemotron3.launch.command import (
     print_warnings,
 )
 from megatron_nemotron3.launch.flag import parse
+from megatron_nemotron3.launch.plan.state import require_divisible
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import ModelOptions, chosen_model
 from megatron_nemotron3.models.lora import in_environment
@@ -98,6 +99,8 @@ def _train(options: argparse.Namespace) -> int:
         torch_only=log_precision is not None,
         conversations=bool(options.conversations),
     )
+    if lora is not None:
+        require_divisible(launch, lora)
     if options.isolate_documents and launch.schedule is not None:
         launch = replace(launch, schedule=replace(launch.schedule, micro_batch_size=1))
     if log_precision is not None and (file := launch.te_precision_config_file) and not launch.emulate:

@@ -219,23 +219,23 @@ def named_data(options: TrainOptions, output: Path, split: str | None) -> Traini
     return TrainingData()
 
 
-def conversation_rows(options: TrainOptions, launch: Launch, output: Path) -> dict[str, int]:
+def conversation_rows(options: Any, tokenizer: str | None, launch: Launch, cache: Path) -> dict[str, int]:
     """Encode the conversations, so that a wrong file ends here; return the number of rows of each file.
 
-    The training processes map the result.
+    The processes map the result in `cache`.
+
+    Args:
+        options: with --conversations, --format and --chat-template-kwargs.
     """
     from megatron_nemotron3.train.data.conversations import READING
     from megatron_nemotron3.train.data.packing import PackedConversations, conversation_multiple
 
-    multiple = conversation_multiple(launch.layout.cp)
-    assert options.tokenizer is not None
-    rows = {}
-    for file in blend_of("--conversations", options.conversations).prefixes:
+    multiple, rows = conversation_multiple(launch.layout.cp), {}
+    for file in blend_of("--conversations", options.conversations).prefixes if options.conversations else ():
+        assert tokenizer is not None
         with READING.using(reading(options)):
-            packed = PackedConversations(
-                file, options.tokenizer, launch.seq_length, multiple, str(output / "data")
-            )
-        print(packed.describe(), packed.samples(options.tokenizer), sep="\n")
+            packed = PackedConversations(file, tokenizer, launch.seq_length, multiple, str(cache))
+        print(packed.describe(), packed.samples(tokenizer), sep="\n")
         rows[file] = len(packed)
     return rows
 

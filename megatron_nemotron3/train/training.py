@@ -309,7 +309,7 @@ def _prepared_data(request: TrainRequest) -> tuple[TrainingData, float | None, d
 
     options = request.options
     if options.conversations or options.data_path:
-        rows = conversation_rows(options, request.launch, request.output) if options.conversations else {}
+        rows = conversation_rows(options, options.tokenizer, request.launch, request.output / "data")
         return named_data(options, request.output, request.split), None, rows
     prepared = prepare(
         options.text,

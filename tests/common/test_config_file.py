@@ -48,6 +48,13 @@ def test_a_file_that_is_missing(tmp_path: Path, capsys: Capture) -> None:
     assert f"--config {tmp_path}/none.yaml: No such file" in capsys.readouterr().err
 
 
+def test_two_files_are_refused(capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parsed("--config", "a.yaml", "--steps", "1", "--config=b.yaml")
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith("--config is given 2 times (a.yaml, b.yaml): give one file\n")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -17,10 +17,15 @@ from safetensors.torch import load_file, save_file
 
 from megatron_nemotron3 import cli
 from megatron_nemotron3.common import lock
+from megatron_nemotron3.common.options import from_arguments
 from megatron_nemotron3.common.switches import LORA
-from megatron_nemotron3.models import get
+from megatron_nemotron3.launch import Launch, ParallelLayout
+from megatron_nemotron3.launch.plan.hardware import RESERVE
+from megatron_nemotron3.launch.plan.state import require_divisible
+from megatron_nemotron3.models import LoRASettings, get
 from megatron_nemotron3.post_training import measure
 from megatron_nemotron3.post_training.finetune import command
+from megatron_nemotron3.post_training.finetune import inputs as given
 from megatron_nemotron3.train import processes
 from tests.support.engines import agreeing_tensors
 from tests.support.hf_folders import write_hf
@@ -143,8 +148,8 @@ def test_three_conversations_a_layout_and_a_file_that_repeats_the_run(
     (tmp_path / "hf/LICENSE").write_text("terms\n")
     monkeypatch.setattr(command, "step", untrained([]))
     seen.clear()
-    given = ["--tp", "2", "--ep", "2", "--split", "100,0,0", "--tensorboard", "--", "--num-workers", "0"]
-    assert cli.main([*words, *given]) == 0
+    more = ["--tp", "2", "--ep", "2", "--split", "100,0,0", "--tensorboard", "--", "--num-workers", "0"]
+    assert cli.main([*words, *more]) == 0
     out = capsys.readouterr().out
     assert "too few conversations (3) to hold some out" in out and "held-out loss" not in out
     (options,) = seen
@@ -233,6 +238,8 @@ def test_wrong_input_ends_before_anything_is_written(
         (["--lora", "base=x"], "leave base= out"),
         (["--steps", "0"], "--steps 0: give more than 0"),
         (["--tp", "0"], "tp=0 is not a positive integer"),
+        (["--dp", "8", "--etp", "8", "--lora", "dim=4"], "LoRA dim=4 is not divisible by ETP=8"),
+        (["--dp", "3", "--ep", "3"], "num_moe_experts=8 is not divisible by EP=3"),
         (["--", "--save", "x"], "--save (give --output)"),
         (["--split", "9,1,0", "--", "--split", "1,1,1"], "--split before and after --: give one"),
         (["--push-to-hub", "a b"], "--push-to-hub a b: give OWNER/NAME"),
@@ -242,6 +249,58 @@ def test_wrong_input_ends_before_anything_is_written(
 def test_wrong_words(words: list[str], message: str, tmp_path: Path, capsys: Capture) -> None:
     assert cli.main([*inputs(tmp_path), *words]) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "tuned").exists()
+
+
+def test_experts_share_the_rank_of_their_adapters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """The training alone refuses it, too, and neither does where experts have no adapters."""
+    monkeypatch.setenv(LORA, "dim=4")
+    words = ["--dp", "8", "--etp", "8", "--device", "cpu", "--output", str(tmp_path / "run")]
+    assert cli.main(["train", "nano", "--tiny", *words]) == 2
+    assert "LoRA dim=4 is not divisible by ETP=8" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    launch = Launch.of("nano", tiny=True, dp=8, etp=8)
+    require_divisible(launch, LoRASettings(dim=4, targets=("linear_qkv", "in_proj")))
+    require_divisible(launch, LoRASettings(dim=8))
+
+
+@pytest.mark.parametrize(
+    ("longest", "sizes", "length"),
+    [
+        (90, {}, 512),
+        (5000, {}, 5120),
+        (5120, {}, 5120),
+        (5000, {"tp": 3, "cp": 5}, 5760),
+        (20_000, {}, 8192),
+        (20_000, {"tp": 3, "cp": 5}, 7680),
+    ],
+)
+def test_sequences_hold_the_longest_conversation(longest: int, sizes: dict[str, int], length: int) -> None:
+    layout, real = ParallelLayout(**sizes), get("nano")
+    assert given.default_length(longest, real, layout) == length
+    assert given.default_length(longest, get("nano-tiny"), layout) == 512
+    assert given.default_length(longest, real.but(max_position_embeddings=300), ParallelLayout()) == 256
+
+
+def test_the_length_is_chosen_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    words = inputs(tmp_path)
+    at = words.index("--seq-length")
+    del words[at : at + 2]
+    write_lines(tmp_path / "chats.jsonl", [*LINES, {"messages": CHAT * 41}])
+    status, text = plan_of(capsys, words)
+    line = "sequence length  1,920: the longest of 37 conversations to train on has 1,804 tokens; 0 longer"
+    assert status == 0 and line in text and "sequences of 1,920 tokens" in text
+    monkeypatch.setattr(given, "MOST", 600)
+    monkeypatch.setattr(command, "step", untrained([]))
+    seen.clear()
+    assert cli.main(words) == 0
+    line = "512: the longest of 37 conversations to train on has 1,804 tokens; 1 longer than this is left out"
+    assert line in capsys.readouterr().out
+    assert seen[0].seq_length == 512
+    assert json.loads((tmp_path / "tuned/finetune.json").read_text())["seq_length"] == 512
 
 
 def plan_of(capsys: Capture, words: list[str]) -> tuple[int, str]:
@@ -272,9 +331,9 @@ def test_plan_says_what_does_not_fit_and_what_would(
 
 def test_plan_of_a_model_that_one_gpu_cannot_measure(tmp_path: Path, capsys: Capture) -> None:
     words = ["finetune", "super", "--conversations", "none", "--output", str(tmp_path / "tuned"), "--lora"]
-    status, text = plan_of(capsys, [*words, "--dp", "8", "--ep", "8"])
-    assert status == 1 and "\nfits: " in text
-    assert "\ndoes not fit: the held-out loss is computed on one GPU, and the weights have 2" in text
+    status, text = plan_of(capsys, [*words, "--dp", "8", "--ep", "8", "--seq-length", "512"])
+    assert status == 0 and "\nfits: " in text
+    assert "\nheld-out loss: measured in this layout, without an answer: 230.2 GiB of weights" in text
 
 
 def test_plan_of_a_folder_and_of_this_machine(
@@ -303,6 +362,49 @@ def test_plan_of_a_folder_and_of_this_machine(
         assert cli.main([*words, "--dp", "12", *more]) == 2
         assert "12 ranks, but this machine has 8 GPUs: give a layout of at most 8" in capsys.readouterr().err
     assert not (tmp_path / "tuned").exists()
+
+
+def test_where_the_held_out_loss_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """On one GPU if the model fits, else by the training's ranks; not at all if they need more machines."""
+    parsed = cli.parser(["finetune"]).parse_args([*inputs(tmp_path), "--dp", "8", "--ep", "8"])
+    parsed.main = cli.main
+    options = from_arguments(command.FinetuneOptions, parsed)
+    checked = given.check(options, None, tmp_path / "hf")
+    found = SimpleNamespace(total_memory=79 << 30)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: found)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    here = command._held_out(options, checked, "cuda")
+    assert here is not None and here.launch is None
+    found.total_memory = RESERVE
+    apart = command._held_out(options, checked, "cuda")
+    assert apart is not None and apart.launch is not None and apart.launch.layout.ep == 8
+    on_cpu = command._held_out(options, checked, "cpu")
+    assert on_cpu is not None and on_cpu.launch is None
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    assert command._held_out(options, checked, "cuda") is None
+    out = capsys.readouterr().out
+    assert "held-out loss not measured, which would need 2 machines: nemotron3 evaluate" in out
+
+
+@pytest.mark.full
+def test_trained_and_measured_in_a_layout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """The ranks merge the adapters of a run as the single process does."""
+    monkeypatch.setattr(processes, "follow", follow_forked)
+    monkeypatch.setattr(command, "has_room", lambda *given: False)
+    tuned = tmp_path / "tuned"
+    assert cli.main([*inputs(tmp_path), "--lora", "dim=4", "--tp", "2", "--ep", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "held-out loss    " in out and "answer after" not in out
+    before, after = (json.loads((tuned / f"{name}.json").read_text()) for name in ("before", "after"))
+    assert after["per_token"] < before["per_token"]
+    words = ["evaluate", str(tuned / "hf"), "--tokenizer", str(tuned / "tokenizer"), "--device", "cpu"]
+    assert cli.main([*words, "--conversations", str(tuned / "held_out.jsonl"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["per_token"] == pytest.approx(after["per_token"], rel=1e-6)
 
 
 @pytest.mark.full

@@ -71,13 +71,14 @@ def _status_of(words: list[str]) -> int:
 
 
 def follow_forked(words: Sequence[str], env: dict[str, str], log: Path, watcher: Watcher) -> int:
-    """Stand in for `train.processes.follow`: the training process of one rank is forked.
+    """Stand in for `train.processes.follow`: the training processes are forked.
 
     A test replaces `follow` by it where the process itself is not what is tested.
     """
     launcher = words.index("megatron_nemotron3.run")
+    ranks = int(words[words.index("--nproc-per-node") + 1]) if "--nproc-per-node" in words[:launcher] else 1
     with mock.patch.dict(os.environ, env):
-        lines = run_launcher(list(words[launcher + 1 :]), 1, timeout=300).splitlines(keepends=True)
+        lines = run_launcher(list(words[launcher + 1 :]), ranks, timeout=300).splitlines(keepends=True)
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a", encoding="utf-8") as file:
         file.writelines(lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -41,6 +42,16 @@ def test_wrong_lines(
     assert cli.main([*inputs, *more]) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_the_library_of_the_tokenizer(
+    inputs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    assert cli.main(inputs) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "package tokenizers is not installed: pip install" in line
     assert not (tmp_path / "run").exists()
 
 

@@ -69,6 +69,12 @@ class ConversationLosses:
     tokens: int
     conversations: int
 
+    @classmethod
+    def of(cls, totals: Sequence[tuple[float, int]]) -> ConversationLosses:
+        """From the sum of the losses of each conversation and its number of tokens, at least 1."""
+        tokens, mean = sum(n for _, n in totals), sum(total / n for total, n in totals) / len(totals)
+        return cls(sum(total for total, _ in totals) / tokens, mean, tokens, len(totals))
+
 
 def windows(ids: Sequence[int], seq_length: int, tokens: int | None = None) -> Tensor:
     """Cut a text into windows; consecutive windows share one token.
@@ -202,9 +208,7 @@ def conversation_losses(
         report(len(one.ids))
     if not sums:
         raise ValueError(f"none of {len(encoded)} conversations has a token of the assistant")
-    tokens = sum(n for _, n in sums)
-    per_token = sum(total for total, _ in sums) / tokens
-    return ConversationLosses(per_token, sum(total / n for total, n in sums) / len(sums), tokens, len(sums))
+    return ConversationLosses.of(sums)
 
 
 def acceptance(

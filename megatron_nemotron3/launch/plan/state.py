@@ -179,18 +179,30 @@ def adapter_elements(row: Row, lora: LoRASettings, grid: Grid, sizes: dict[str, 
     return Elements(dense=whole + divided // tp, replicated=whole)
 
 
+def adapted_rows(launch: Launch, stage: int, lora: LoRASettings) -> Iterator[tuple[Row, dict[str, int]]]:
+    """Rows of a stage, of weights that get an adapter, with the sizes of their layers' symbols."""
+    patterns = stage_patterns(launch.config, launch.layout.stages, launch.seq_length)
+    for name, symbol in named_layers(launch.config, patterns, stage):
+        config, part = resolve(launch.config, symbol)
+        for row in rows_of(config, part):
+            if has_adapter(lora, name, row):
+                yield row, symbol_sizes(config)
+
+
+def require_divisible(launch: Launch, lora: LoRASettings) -> None:
+    """Raise ValueError if experts get adapters that their tensor-parallel ranks cannot divide."""
+    stages = range(launch.layout.stages)
+    if any(row.routed for stage in stages for row, _ in adapted_rows(launch, stage, lora)):
+        lora.require_expert_tp(launch.layout.etp)
+
+
 def stage_adapters(launch: Launch, pp_rank: int, lora: LoRASettings) -> Elements:
     """Elements of the adapters that one rank holds of all stages of a pipeline rank."""
     layout, grid = launch.layout, grid_of(launch.layout)
-    patterns = stage_patterns(launch.config, layout.stages, launch.seq_length)
     total = Elements()
     for stage in range(pp_rank, layout.stages, layout.pp):
-        for name, symbol in named_layers(launch.config, patterns, stage):
-            config, part = resolve(launch.config, symbol)
-            sizes = symbol_sizes(config)
-            for row in rows_of(config, part):
-                if has_adapter(lora, name, row):
-                    total += adapter_elements(row, lora, grid, sizes)
+        for row, sizes in adapted_rows(launch, stage, lora):
+            total += adapter_elements(row, lora, grid, sizes)
     return total
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,14 @@ from megatron_nemotron3.common.switches import CONVERSATIONS, LOGITS_FOLDER, LOG
 from megatron_nemotron3.launch import Launch, TrainingData, TrainingSchedule, data_check, flags, to_argv
 from megatron_nemotron3.launch.command import chosen_layout, layout_option
 from megatron_nemotron3.launch.data_sets import blend_of
+from megatron_nemotron3.post_training.steps import ProcessWatch
 from megatron_nemotron3.train.inputs import (
+    ALL_TRAIN,
     CONVERSATION_OPTIONS,
+    conversation_rows,
     format_option,
     given_data,
+    has_validation,
     reading,
     require_conversation_files,
     require_no_reading,
@@ -44,6 +48,8 @@ from megatron_nemotron3.train.teacher.vocabulary import of_tokenizer
 _PART = 64 << 20
 #: Rows of a part, at most.
 _ROWS = 64
+#: Folder of the encoded conversations.
+_CACHE = "cache"
 #: What the ranks run.
 SCRIPT = Path(__file__).parent / "logits_script.py"
 #: What the script prints after each part.
@@ -100,10 +106,14 @@ def logits_command(options: LogitsOptions) -> int:
     length = options.seq_length or teacher.config.seq_length
     manifest = _manifest(options, teacher, data, length)
     launch = _launch(options, teacher, data, length)
-    argv = to_argv(flags(launch))
-    data_check.require(argv)
+    data_check.require(to_argv(flags(launch)))
     with lock.held(options.output):
-        _require_folder(options.output, manifest)
+        before = _stored(options.output)
+        if options.conversations and options.split is None:
+            data = replace(data, split=_split(options, launch, before))
+            manifest, launch = _manifest(options, teacher, data, length), replace(launch, data=data)
+        argv = to_argv(flags(launch))
+        _require_folder(options.output, manifest, before)
         print(
             f"{manifest.k} + {manifest.drawn} tokens of {manifest.samples:,} rows of {manifest.length:,}: "
             f"{manifest.size / 1e6:,.1f} MB in {len(manifest.parts())} parts",
@@ -112,10 +122,30 @@ def logits_command(options: LogitsOptions) -> int:
         return _run(options, launch, argv, manifest)
 
 
-def _require_folder(folder: Path, manifest: LogitsManifest) -> None:
-    """Check that these logits may be written to the folder, and write the manifest to a new one."""
+def _stored(folder: Path) -> LogitsManifest | None:
+    """The manifest of a folder, None of a new one. ValueError if it holds something else."""
     if is_stored(folder):
-        if (before := read_manifest(folder)) != manifest:
+        return read_manifest(folder)
+    # A checkpoint's folder with a manifest would count as stored logits, wherever a teacher is named.
+    if any(path.name not in (lock.NAME, _CACHE) for path in folder.iterdir()):
+        raise ValueError(f"{folder} exists and holds no stored logits: give a new --output")
+    return None
+
+
+def _split(options: LogitsOptions, launch: Launch, before: LogitsManifest | None) -> str | None:
+    """How the conversations are divided: as before, or as `nemotron3 train` divides as many rows."""
+    data = launch.data
+    assert data is not None and data.tokenizer_model is not None
+    if before is not None:
+        return before.source.get("split", data.split)
+    rows = conversation_rows(options, data.tokenizer_model, launch, options.output / _CACHE)
+    return data.split if has_validation(launch, rows) else ALL_TRAIN
+
+
+def _require_folder(folder: Path, manifest: LogitsManifest, before: LogitsManifest | None) -> None:
+    """Check that these logits may be written to the folder, and write the manifest to a new one."""
+    if before is not None:
+        if before != manifest:
             changed = record.differences(vars(before), vars(manifest))
             different = ", ".join(f"{name} {old}, not {new}" for name, (old, new) in changed.items())
             raise ValueError(
@@ -125,9 +155,6 @@ def _require_folder(folder: Path, manifest: LogitsManifest) -> None:
         for leftover in folder.glob(temporary_prefix("part-*.npy") + "*"):
             leftover.unlink()  # of processes that were ended while they wrote
         return
-    # A checkpoint's folder with a manifest would count as stored logits, wherever a teacher is named.
-    if any(path.name != lock.NAME for path in folder.iterdir()):
-        raise ValueError(f"{folder} exists and holds no stored logits: give a new --output")
     if (free := free_bytes(folder)) < manifest.size:
         raise ValueError(
             f"{folder}: {manifest.size / 1e6:,.0f} MB are needed, and {free / 1e6:,.0f} MB are free: "
@@ -161,7 +188,7 @@ def _data(options: LogitsOptions, teacher: TeacherCheckpoint) -> TrainingData:
     for prefix in () if options.conversations else blend_of("--data-path", paths).prefixes:
         if not Path(f"{prefix}.idx").is_file():
             raise ValueError(f"--data-path {prefix}: there is no file {prefix}.idx")
-    cache = str(options.output / "cache")
+    cache = str(options.output / _CACHE)
     return given_data(paths, tokenizer, conversations=bool(options.conversations), split=split, cache=cache)
 
 
@@ -239,7 +266,7 @@ def _run(options: LogitsOptions, launch: Launch, argv: list[str], manifest: Logi
     }
     log = options.output / "logits.log"
     with Bar("logits", "parts") as bar:
-        watch = _ProcessWatch(bar)
+        watch = ProcessWatch(bar, _STORED)
         status = processes.follow(command, env, log, watch)
     if watch.was_interrupted:
         stored = sum(part_path(options.output, part).is_file() for part in manifest.parts())
@@ -250,21 +277,3 @@ def _run(options: LogitsOptions, launch: Launch, argv: list[str], manifest: Logi
     print(f"stored           {options.output}")
     print(f"mass             {mass_of(options.output):.1%} of the probability is of the {manifest.k} tokens")
     return 0
-
-
-class _ProcessWatch:
-    """Follows the processes. An interrupt ends them at once: a part is written whole or not at all."""
-
-    finished = True
-
-    def __init__(self, bar: Bar) -> None:
-        self.was_interrupted = False
-        self._bar = bar
-
-    def line(self, text: str) -> None:
-        if found := _STORED.match(text.rstrip()):
-            self._bar.to(int(found[1]), int(found[2]))
-
-    def interrupted(self) -> bool:
-        self.was_interrupted = True
-        return False

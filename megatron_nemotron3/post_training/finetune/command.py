@@ -6,7 +6,7 @@ import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,20 +32,19 @@ from megatron_nemotron3.common.switches import LORA, environment
 from megatron_nemotron3.cpu import quiet_on_cpu
 from megatron_nemotron3.launch.command import LAYOUT, chosen_layout, layout_option
 from megatron_nemotron3.launch.flag import values_by_name
-from megatron_nemotron3.launch.plan.hardware import GPUS
+from megatron_nemotron3.launch.plan.hardware import GPUS, RESERVE
 from megatron_nemotron3.models.lora import LoRASettings
-from megatron_nemotron3.post_training.steps import require_positive, require_schedule, step
+from megatron_nemotron3.post_training.finetune import LR, SEQ_LENGTH, STEPS
+from megatron_nemotron3.post_training.steps import require_positive, step
 from megatron_nemotron3.train.command import require_own_options
 from megatron_nemotron3.train.inputs import format_option, reading, require_tracking, variables_option
 from megatron_nemotron3.train.processes import machines
 
 if TYPE_CHECKING:
     from megatron_nemotron3.post_training.finetune.inputs import FineTuneInputs
-    from megatron_nemotron3.post_training.measure import HeldOutResult
+    from megatron_nemotron3.post_training.measure import HeldOut, HeldOutResult
     from megatron_nemotron3.train.data.conversations import Encoded
 
-#: Schedule of the tiny models, which learn in minutes on a CPU.
-STEPS, LR, SEQ_LENGTH = 60, 1e-3, 512
 _PLAN = "plan; HF_DIR may also be a name of the catalog"
 
 
@@ -72,8 +71,10 @@ class FinetuneOptions:
         f"training iterations (default {STEPS} for a tiny model)", "N", group="training"
     )
     lr: float | None = option(f"peak learning rate (default {LR} for a tiny model)", "N", group="training")
-    seq_length: int = option(
-        f"tokens per sequence (default {SEQ_LENGTH})", "N", default=SEQ_LENGTH, group="training"
+    seq_length: int | None = option(
+        f"tokens per sequence (default {SEQ_LENGTH} for a tiny model, else as the conversations need)",
+        "N",
+        group="training",
     )
     split: str | None = option(
         "Megatron's --split of the packed rows (default 90,10,0; all for training if there are few)",
@@ -143,41 +144,24 @@ def _prepared(options: FinetuneOptions, lora: LoRASettings | None, source: Path)
     """Check the inputs in a local folder, write them, and run the steps."""
     from megatron_nemotron3.post_training.finetune import inputs as given
 
-    checked = given.check(
-        source,
-        options.conversations,
-        options.held_out,
-        source if options.tokenizer is None else options.tokenizer,
-        options.chat_template,
-        reading=reading(options).text(),
-        lora=lora.text() if lora is not None else "",
-        adapter_only=options.adapter_only,
-        mtp_from=str(options.mtp.mtp_from.resolve()) if options.mtp.mtp_from else "",
-        mtp_num_layers=options.mtp.mtp_num_layers,
-        steps=options.steps or STEPS,
-        lr=options.lr or LR,
-        seq_length=options.seq_length,
-    )
-    require_schedule(options, checked.config)
     device = resolve_device(options.device, "megatron.core")
     if device == "cpu":
         quiet_on_cpu()
+    checked = given.check(options, lora, source, device)
     machines(chosen_layout(options).world_size, device)
-    held_out = given.prepare(checked, options.output)
-    if not held_out:
-        print(f"too few conversations ({len(checked.train)}) to hold some out: nothing is measured")
+    given.prepare(checked, options.output)
     with lock.held(options.output):
         text = config_text(options.output, options.given, options.extra, "finetune")
         write_text(options.output / FILE, text)
-        return _finetune(options, lora, checked, held_out, device)
+        return _finetune(options, lora, checked, device)
 
 
 def _finetune(
-    options: FinetuneOptions, lora: LoRASettings | None, checked: FineTuneInputs, held_out: Any, device: str
+    options: FinetuneOptions, lora: LoRASettings | None, checked: FineTuneInputs, device: str
 ) -> int:
     from megatron_nemotron3.post_training.measure import measure_held_out
 
-    out = options.output
+    out, held_out = options.output, _held_out(options, checked, device)
     base, run, tuned, chat = out / "base", out / "run", out / "hf", out / "tokenizer"
     how = checked.record
     words = ["--mtp-from", how["mtp_from"]] if how["mtp_from"] else []
@@ -188,8 +172,8 @@ def _finetune(
     ):
         return status
     before = after = None
-    if held_out:
-        before = measure_held_out(base, checked.config, held_out, chat, device, out / "before.json")
+    if held_out is not None:
+        before = measure_held_out(base, held_out, out / "before.json")
         print(f"held-out loss before: {before.per_token:.4f} nats per token", flush=True)
     adapters = "" if lora is None else f"base={base},{lora.text()}"
     with environment(LORA, adapters):
@@ -199,8 +183,8 @@ def _finetune(
             prefix=f"{LORA}={shlex.quote(adapters)} " * bool(adapters),
         ):
             return status
-    if held_out:
-        after = measure_held_out(run, checked.config, held_out, chat, device, out / "after.json")
+    if held_out is not None:
+        after = measure_held_out(run, held_out, out / "after.json")
     if not tuned.exists():
         adapter = [] if lora is None else ["--merge-adapter"]
         if options.adapter_only:
@@ -209,13 +193,43 @@ def _finetune(
         if status := step(options.main, "convert", "to-hf", run, tuned, *size, "--reference", chat, *adapter):
             return status
     if before is not None and after is not None:
-        _report(before, after, held_out, chat)
+        _report(before, after, checked.encoded, chat)
     print(f"Hugging Face     {tuned}")
     if options.push_to_hub is not None:
         print(f"pushed           {push(tuned, options.push_to_hub)}")
     for line in next_commands(options):
         print(f"next             {line}")
     return 0
+
+
+def _held_out(options: FinetuneOptions, checked: FineTuneInputs, device: str) -> HeldOut | None:
+    """What measures the held-out conversations: this process, or the ranks of the training; None: nothing."""
+    from megatron_nemotron3.post_training.finetune import inputs as given
+    from megatron_nemotron3.post_training.measure import HeldOut
+
+    if not checked.encoded:
+        print(f"too few conversations ({len(checked.train)}) to hold some out: nothing is measured")
+        return None
+    out, how, layout = options.output, reading(options), chosen_layout(options)
+    file, chat = out / "held_out.jsonl", out / "tokenizer"
+    found = HeldOut(checked.config, checked.encoded, file, how, chat, device)
+    launch = given.launch_of(options, checked.config, layout, checked.seq_length, device)
+    if layout.world_size == 1 or has_room(given.whole_weights(launch), device):
+        return found
+    if (number := machines(layout.world_size, device)) > 1:
+        print(
+            f"held-out loss not measured, which would need {number} machines: nemotron3 evaluate measures it "
+            "where one device has room for the model"
+        )
+        return None
+    return replace(found, launch=launch)
+
+
+def has_room(weights: float, device: str) -> bool:
+    """Whether one device holds a model of so many bytes; memory of a CPU is that of all ranks, too."""
+    import torch
+
+    return device == "cpu" or weights <= torch.cuda.get_device_properties(0).total_memory - RESERVE
 
 
 def _training_words(options: FinetuneOptions, how: Mapping[str, object], *, full: bool) -> list[object]:
@@ -248,6 +262,8 @@ def _report(before: HeldOutResult, after: HeldOutResult, held_out: Sequence[Enco
         f"\nheld-out loss    {before.per_token:.4f} -> {after.per_token:.4f} nats per token of the assistant"
     )
     print(f"by conversation  {before.per_conversation:.4f} -> {after.per_conversation:.4f}")
+    if before.answer is None or after.answer is None:
+        return
     print(f"prompt           {Tokenizer(chat).decode(first_prompt(held_out))!r}")
     print(f"answer before    {before.answer!r}")
     print(f"answer after     {after.answer!r}")

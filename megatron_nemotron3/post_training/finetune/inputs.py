@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import shutil
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from megatron_nemotron3.checkpoints.convert.checkpoints import open_hugging_face
@@ -15,17 +17,28 @@ from megatron_nemotron3.checkpoints.folders import locate, require_tokenizer
 from megatron_nemotron3.checkpoints.remote import shown
 from megatron_nemotron3.common import record
 from megatron_nemotron3.common.files import json_outside, read_outside, write_json
-from megatron_nemotron3.common.output import Bar
-from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.common.output import Bar, count
+from megatron_nemotron3.launch import Launch, ParallelLayout
+from megatron_nemotron3.launch.command import chosen_layout
+from megatron_nemotron3.launch.plan.options import CostOptions
+from megatron_nemotron3.launch.plan.state import require_divisible
+from megatron_nemotron3.launch.rules import enforce
+from megatron_nemotron3.models import LoRASettings, Nemotron3Config
+from megatron_nemotron3.models import count as parameters_of
 from megatron_nemotron3.models.show import describe
-from megatron_nemotron3.post_training.steps import with_own_name
+from megatron_nemotron3.post_training.finetune import LR, SEQ_LENGTH, STEPS
+from megatron_nemotron3.post_training.steps import length_step, require_schedule, with_own_name
 from megatron_nemotron3.train.data.conversations import Encoded, Encoder, Reading, parse_line
 from megatron_nemotron3.train.data.forms import read_rows
+from megatron_nemotron3.train.inputs import CONVERSATION_OPTIONS, reading
+from megatron_nemotron3.train.training import schedule_of
 
 #: Written first: what the folder is the work of.
 RECORD = "finetune.json"
 #: One line in this many is held out.
 HELD_OUT = 8
+#: Longest sequence that is chosen by itself: that of the pre-training of the family.
+MOST = 8192
 _LIMIT = 1 << 30
 #: Megatron pads the vocabulary to a multiple of this.
 _MULTIPLE = 128
@@ -41,40 +54,95 @@ class FineTuneInputs:
     #: Place -> line: those to train on, and those to measure on.
     train: dict[str, bytes]
     held_out: dict[str, bytes]
+    #: The latter's conversations.
+    encoded: list[Encoded]
     tokenizer: Path
     template: str | None
+    #: Tokens of a row.
+    seq_length: int
 
 
-def check(
-    source: Path,
-    conversations: Path,
-    held_out: Path | None,
-    tokenizer: Path,
-    template: Path | None,
-    **how: Any,
-) -> FineTuneInputs:
-    """Read all inputs, and write nothing; `how`: options that the record has, too.
+def launch_of(
+    options: Any, config: Nemotron3Config, layout: ParallelLayout, seq_length: int, device: str = "cuda"
+) -> Launch:
+    """The launch of `nemotron3 train`, without its paths; `options`: `FinetuneOptions`."""
+    on_cpu = device == "cpu"
+    given = {"steps": options.steps or 1, "lr": options.lr or 1.0, "seq_length": seq_length}
+    return Launch(
+        config=config,
+        layout=layout,
+        precision="fp32" if on_cpu else "bf16",
+        backend="torch" if on_cpu else "auto",
+        schedule=schedule_of(config, layout, conversations=True, **given),
+        extra=(*CONVERSATION_OPTIONS, *options.extra),
+        own_script=True,
+    )
 
-    Without `held_out` one line in `HELD_OUT` is held out, by its checksum, or none where that would leave no
-    line on one side; `template` takes the place of the tokenizer's chat template.
+
+def whole_weights(launch: Launch) -> float:
+    """Bytes of all weights, which one GPU holds that measures the model alone."""
+    return parameters_of(launch.config).trainable * CostOptions.of(launch).weight
+
+
+def default_length(longest: int, config: Nemotron3Config, layout: ParallelLayout) -> int:
+    """Tokens of a row where nothing says it: those of the longest conversation, within bounds.
+
+    A multiple of `length_step`, at least `SEQ_LENGTH`, at most `MOST` and the model's context. A tiny model
+    has `SEQ_LENGTH`.
+    """
+    if "-tiny" in config.name:
+        return SEQ_LENGTH
+    step = length_step(config, layout)
+    most = max(step, min(MOST, config.max_position_embeddings) // step * step)
+    return min(most, -(-max(longest, SEQ_LENGTH) // step) * step)
+
+
+def require_possible(launch: Launch, lora: LoRASettings | None) -> None:
+    """Raise ValueError if the training cannot be launched."""
+    enforce(launch)
+    if lora is not None:
+        require_divisible(launch, lora)
+
+
+def check(options: Any, lora: LoRASettings | None, source: Path, device: str = "cuda") -> FineTuneInputs:
+    """Read all inputs, and write nothing but how long the sequences are.
+
+    Without --held-out one line in `HELD_OUT` is held out, by its checksum, or none where that would leave no
+    line on one side.
+
+    Args:
+        options: `FinetuneOptions`.
+        source: HF_DIR on this machine.
+        device: "cpu" or "cuda".
+
+    Raises:
+        ValueError: an input is missing or wrong, or the training could not be launched.
     """
     if locate(source).kind != "hugging face":
         raise ValueError(
             f"{source}: it is a Megatron checkpoint: nemotron3 convert to-hf makes a folder of it"
         )
-    heads = Path(how["mtp_from"]) if how["mtp_from"] else None
-    opened = open_hugging_face(source, mtp_num_layers=how["mtp_num_layers"], mtp_from=heads)
+    config = with_own_name(open_hugging_face(source, **vars(options.mtp)).config)
+    if not options.plan:
+        require_schedule(options, config)
+    layout, tokenizer = chosen_layout(options), source if options.tokenizer is None else options.tokenizer
     require_tokenizer(tokenizer)
-    form = Reading.parse(how["reading"]).form
-    lines = _lines(conversations, form)
-    if held_out is not None:
-        train, measured = lines, _lines(held_out, form)
+    length = options.seq_length or default_length(0, config, layout)
+    require_possible(launch_of(options, config, layout, length, device), lora)
+    how = reading(options)
+    lines = _lines(options.conversations, how.form)
+    if options.held_out is not None:
+        train, measured = lines, _lines(options.held_out, how.form)
     else:
         measured = {at: line for at, line in lines.items() if zlib.crc32(line.strip()) % HELD_OUT == 0}
         train = {at: line for at, line in lines.items() if at not in measured}
         if not train or not measured:
             train, measured = lines, {}
+    template = options.chat_template
     text = None if template is None else read_outside(template, limit=_LIMIT).decode("utf-8")
+    lengths, encoded = _encoded(config, train, measured, tokenizer, text, how)
+    length = options.seq_length or default_length(max(lengths, default=0), config, layout)
+    _require_some(lengths, length, chosen=options.seq_length is None)
     names = ("tokenizer", "vocab", "merges", "special", "chat")
     files = [file for file in _tokenizer_files(tokenizer) if file.name.startswith(names)]
     started = {
@@ -83,56 +151,66 @@ def check(
         "held_out": _digest(b"".join(measured.values())),
         "tokenizer": _digest(*(file.read_bytes() for file in files)),
         "chat_template": _digest(text.encode()) if text is not None else "",
-        **how,
+        "reading": how.text(),
+        "lora": lora.text() if lora is not None else "",
+        "adapter_only": options.adapter_only,
+        "mtp_from": str(options.mtp.mtp_from.resolve()) if options.mtp.mtp_from else "",
+        "mtp_num_layers": options.mtp.mtp_num_layers,
+        "steps": options.steps or STEPS,
+        "lr": options.lr or LR,
+        "seq_length": length,
     }
-    return FineTuneInputs(with_own_name(opened.config), started, train, measured, tokenizer, text)
+    return FineTuneInputs(config, started, train, measured, encoded, tokenizer, text, length)
 
 
-def prepare(inputs: FineTuneInputs, output: Path) -> list[Encoded]:
-    """Write the record, the conversations, the tokenizer and the model; return the held-out conversations.
+def prepare(inputs: FineTuneInputs, output: Path) -> None:
+    """Write the record, the conversations, the tokenizer and the model.
 
     A second call with the same inputs changes nothing.
     """
-    encoded: list[Encoded] = []
 
     def write(folder: Path) -> None:
-        _write(inputs, folder)
-        encoded.extend(_encoded(inputs, folder))
+        (folder / "train.jsonl").write_bytes(b"".join(inputs.train.values()))
+        (folder / "held_out.jsonl").write_bytes(b"".join(inputs.held_out.values()))
+        write_json(folder / "model.json", describe(inputs.config))
+        _write_tokenizer(folder / "tokenizer", inputs.tokenizer, inputs.template)
 
     record.begin(output, RECORD, inputs.record, "fine-tuning", write)
-    return encoded or _encoded(inputs, output)
 
 
-def _write(inputs: FineTuneInputs, folder: Path) -> None:
-    (folder / "train.jsonl").write_bytes(b"".join(inputs.train.values()))
-    (folder / "held_out.jsonl").write_bytes(b"".join(inputs.held_out.values()))
-    write_json(folder / "model.json", describe(inputs.config))
-    chat = folder / "tokenizer"
+def _write_tokenizer(chat: Path, tokenizer: Path, template: str | None) -> None:
     chat.mkdir()
-    for file in _tokenizer_files(inputs.tokenizer):
+    for file in _tokenizer_files(tokenizer):
         shutil.copyfile(file, chat / file.name)
-    if inputs.template is not None:
+    if template is not None:
         path = chat / "tokenizer_config.json"
         config = json_outside(path, limit=_LIMIT) if path.exists() else {}
-        write_json(path, {**config, "chat_template": inputs.template}, indent=2)
+        write_json(path, {**config, "chat_template": template}, indent=2)
         (chat / "chat_template.jinja").unlink(missing_ok=True)
 
 
-def _encoded(inputs: FineTuneInputs, folder: Path) -> list[Encoded]:
-    """Encode all conversations, so that a wrong one ends here; return those that are held out."""
-    reading = Reading.parse(str(inputs.record["reading"]))
-    encoder = Encoder(folder / "tokenizer", inputs.tokenizer, reading.variables)
-    tokens, rows = len(encoder.tokenizer), inputs.config.vocab_size
+def _encoded(
+    config: Nemotron3Config,
+    train: dict[str, bytes],
+    held_out: dict[str, bytes],
+    tokenizer: Path,
+    template: str | None,
+    reading: Reading,
+) -> tuple[list[int], list[Encoded]]:
+    """Encode all conversations: tokens of each that is trained on (0: none is), and those held out."""
+    with TemporaryDirectory() as folder:
+        _write_tokenizer(Path(folder) / "tokenizer", tokenizer, template)
+        encoder = Encoder(Path(folder) / "tokenizer", tokenizer, reading.variables)
+    tokens, rows = len(encoder.tokenizer), config.vocab_size
     if (padded := pad_vocab_size(tokens, _MULTIPLE)) < rows:
         raise ValueError(
-            f"{inputs.tokenizer}: its {tokens:,} tokens fill {padded:,} rows of an embedding, and the model "
+            f"{tokenizer}: its {tokens:,} tokens fill {padded:,} rows of an embedding, and the model "
             f"has {rows:,}: training would drop the rest; give the model's own tokenizer"
         )
+    lengths: list[int] = []
     result: list[Encoded] = []
-    length, fitting, too_long = int(str(inputs.record["seq_length"])), 0, 0
-    count = len(inputs.train) + len(inputs.held_out)
-    with Bar("read conversations", "lines", count) as bar:
-        for lines in (inputs.train, inputs.held_out):
+    with Bar("read conversations", "lines", len(train) + len(held_out)) as bar:
+        for lines in (train, held_out):
             for place, line in lines.items():
                 for one in parse_line(line, place, form=reading.form):
                     encoded = encoder.encode(one)
@@ -141,23 +219,32 @@ def _encoded(inputs: FineTuneInputs, folder: Path) -> list[Encoded]:
                             f"{place}: token {max(encoded.ids)} is outside the model's vocabulary of "
                             f"{rows:,}: it is another model's tokenizer"
                         )
-                    if lines is inputs.held_out:
+                    if lines is held_out:
                         result.append(encoded)
-                    elif len(encoded.ids) > length:
-                        too_long += 1
                     else:
-                        fitting += any(encoded.trained[1:])
+                        lengths.append(len(encoded.ids) if any(encoded.trained[1:]) else 0)
                 bar.add(1)
+    if result and not any(any(one.trained) for one in result):
+        raise ValueError("no held-out conversation has a message of the assistant: give --held-out FILE")
+    return lengths, result
+
+
+def _require_some(lengths: Sequence[int], length: int, *, chosen: bool) -> None:
+    """Raise ValueError if no conversation fits; print how many do not, and which length was chosen."""
+    too_long = sum(one > length for one in lengths)
     longer = f"{too_long:,} {'is' if too_long == 1 else 'are'} longer than --seq-length {length:,}"
-    if not fitting:
+    if not any(0 < one <= length for one in lengths):
         raise ValueError(
             f"no conversation can be trained on: {longer}, the others have no message of the assistant"
         )
-    if too_long:
+    if chosen:
+        print(
+            f"sequence length  {length:,}: the longest of {count(len(lengths), 'conversation')} to train on "
+            f"has {max(lengths):,} tokens; {too_long:,} longer than this {'is' if too_long == 1 else 'are'} "
+            "left out"
+        )
+    elif too_long:
         print(f"of the conversations to train on, {longer} and left out")
-    if result and not any(any(one.trained) for one in result):
-        raise ValueError("no held-out conversation has a message of the assistant: give --held-out FILE")
-    return result
 
 
 def _tokenizer_files(folder: Path) -> list[Path]:

@@ -12,16 +12,13 @@ from megatron_nemotron3.checkpoints.remote import local
 from megatron_nemotron3.common.output import count
 from megatron_nemotron3.launch import Launch, ParallelLayout, check
 from megatron_nemotron3.launch.plan.hardware import GIB, GPUS, RESERVE
-from megatron_nemotron3.launch.plan.options import CostOptions, Recompute
+from megatron_nemotron3.launch.plan.options import Recompute
 from megatron_nemotron3.launch.plan.report import memory_classes
 from megatron_nemotron3.launch.plan.search import worst_memory
-from megatron_nemotron3.launch.rules import enforce
-from megatron_nemotron3.models import LoRASettings, Nemotron3Config
-from megatron_nemotron3.models import count as parameters_of
+from megatron_nemotron3.models import LoRASettings
 from megatron_nemotron3.models.command import model
-from megatron_nemotron3.train.inputs import CONVERSATION_OPTIONS
+from megatron_nemotron3.post_training.finetune import inputs
 from megatron_nemotron3.train.processes import machines
-from megatron_nemotron3.train.training import schedule_of
 
 #: Most GPUs of a layout that is proposed, and its tensor-parallel sizes.
 _MOST, _TP = 1024, (1, 2, 4, 8)
@@ -37,9 +34,8 @@ def plan(options: Any, layout: ParallelLayout, lora: LoRASettings | None) -> int
 
     options: `FinetuneOptions`.
     """
-    config = _config(options)
-    launch = _launch(options, config, layout)
-    enforce(launch)
+    launch = _launch(options, layout, lora)
+    inputs.require_possible(launch, lora)
     name, size = _gpu(options.gpu, layout.world_size)
     held, limit = worst_memory(launch, lora), size - RESERVE
     fits = held.total <= limit
@@ -59,39 +55,30 @@ def plan(options: Any, layout: ParallelLayout, lora: LoRASettings | None) -> int
         print("what would fit:" if cures else "neither LoRA nor recomputation nor another layout would fit")
         for cure in cures:
             print(f"  {cure}")
-    # `measure_held_out` loads the whole model.
-    whole = parameters_of(config).trainable * CostOptions.of(launch).weight
-    if whole > limit:
-        print(
-            f"does not fit: the held-out loss is computed on one GPU, and the weights have {whole / GIB:.1f} "
-            "GiB: take the single steps (docs/training.md)"
-        )
-    return 0 if fits and whole <= limit else 1
+    if (whole := inputs.whole_weights(launch)) > limit:
+        print(f"held-out loss: measured in this layout, without an answer: {whole / GIB:.1f} GiB of weights")
+    return 0 if fits else 1
 
 
-def _config(options: Any) -> Nemotron3Config:
-    """The model of the folder, of which no weight is read, or of a name of the catalog."""
+def _launch(options: Any, layout: ParallelLayout, lora: LoRASettings | None) -> Launch:
+    """The launch for the model of the folder, of which no weight is read, or of a name of the catalog."""
     from megatron_nemotron3.checkpoints.convert.checkpoints import open_hugging_face
 
-    mtp = vars(options.mtp)
+    mtp, length = vars(options.mtp), options.seq_length
     with local(options.source, download=False) as source:
+        if source.exists() and length is None and options.conversations.is_file():
+            found = inputs.check(options, lora, source)
+            return inputs.launch_of(options, found.config, layout, found.seq_length)
         if source.exists():
-            return open_hugging_face(source, **mtp).config
-    if any(value is not None for value in mtp.values()):
-        raise ValueError(f"{options.source}: --mtp-from and --mtp-num-layers need its folder")
-    return model(str(options.source))
-
-
-def _launch(options: Any, config: Nemotron3Config, layout: ParallelLayout) -> Launch:
-    """The launch of `nemotron3 train` on a GPU, without its paths."""
-    given = {"steps": options.steps or 1, "lr": options.lr or 1.0, "seq_length": options.seq_length}
-    return Launch(
-        config=config,
-        layout=layout,
-        schedule=schedule_of(config, layout, conversations=True, **given),
-        extra=(*CONVERSATION_OPTIONS, *options.extra),
-        own_script=True,
-    )
+            config = open_hugging_face(source, **mtp).config
+        elif any(value is not None for value in mtp.values()):
+            raise ValueError(f"{options.source}: --mtp-from and --mtp-num-layers need its folder")
+        else:
+            config = model(str(options.source))
+    if length is None:
+        length = inputs.default_length(inputs.MOST, config, layout)
+        print(f"sequence length  {length:,}, the most without --seq-length: no conversations were read")
+    return inputs.launch_of(options, config, layout, length)
 
 
 def _gpu(name: str | None, ranks: int) -> tuple[str, float]:
@@ -131,7 +118,7 @@ def _layouts(options: Any, launch: Launch, lora: LoRASettings | None) -> Iterato
             ep = math.gcd(gpus, config.num_moe_experts or 1)
             layout = ParallelLayout(tp=tp, ep=ep, dp=gpus // tp)
             words = [f"--{name} {size}" for name, size in vars(layout).items() if name != "sp" and size != 1]
-            yield " ".join(words), _launch(options, config, layout), lora
+            yield " ".join(words), inputs.launch_of(options, config, layout, launch.seq_length), lora
         gpus *= 2
 
 

@@ -22,6 +22,7 @@ from megatron_nemotron3.post_training.distill.stored import Reader
 from megatron_nemotron3.train import log, processes
 from megatron_nemotron3.train.teacher.settings import part_path, read_manifest
 from tests.support.generation_folders import make
+from tests.train.data.test_conversations import THINKING, say, write_lines
 
 Capture = pytest.CaptureFixture[str]
 
@@ -214,6 +215,31 @@ def test_a_folder_that_is_not_free(logits: list[str], tmp_path: Path, capsys: Ca
     assert cli.main([*logits, "--output", logits[2]]) == 2
     assert "exists and holds no stored logits: give a new --output" in capsys.readouterr().err
     assert not (Path(logits[2]) / "manifest.json").exists()
+
+
+@pytest.mark.parametrize(("number", "split"), [(3, "100,0,0"), (400, "90,10,0")])
+def test_conversations_are_divided_as_in_training(
+    number: int,
+    split: str,
+    logits: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
+) -> None:
+    """The training set of three rows is all of them, and the same command goes on with it."""
+    tokenizer = shutil.copytree(next(Path(logits[2]).glob("data/*/tokenizer")), tmp_path / "tokenizer")
+    told = json.loads((tokenizer / "tokenizer_config.json").read_text())
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps({**told, "chat_template": THINKING}))
+    chats = [{"messages": [say("user", f"{i}?"), say("assistant", "apples " * 8)]} for i in range(number)]
+    file = write_lines(tmp_path / "chats.jsonl", chats)
+    given = [*logits, "--conversations", str(file), "--tokenizer", str(tokenizer), "--seq-length", "256"]
+    started: list[list[str]] = []
+    monkeypatch.setattr(processes, "follow", lambda words, *_: started.append(words) or 1)
+    for _ in range(2):
+        assert cli.main(given) == 2
+        assert "the processes ended with 1" in capsys.readouterr().err
+    assert [words[words.index("--split") + 1] for words in started] == [split] * 2
+    assert read_manifest(tmp_path / "logits").source["split"] == split
 
 
 def test_an_interrupt(
