@@ -111,7 +111,10 @@ def _run(argv: list[str]) -> int:
             sys.stdout.flush()
         except OSError:  # a full disk; Python would flush again when it ends, and print a traceback
             _drop_output()
-        text = printable(str(problem), but="\n")
+        text = str(problem)
+        if isinstance(problem, OSError) and problem.filename:
+            text = f"{problem.filename}: {problem.strerror}"
+        text = printable(text, but="\n")
         print(f"nemotron3 {name}: {text}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as missing:

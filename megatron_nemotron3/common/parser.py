@@ -154,7 +154,8 @@ class OptionParser(argparse.ArgumentParser):
                 for word, meant in OPTIONS.items():
                     if meant.partition(" ")[0] in here:
                         known.setdefault(word, meant)
-                self.error(f"unknown option {name}{hint(name, known)}")
+                elsewhere = "; options of Megatron follow a separate --" if "extra" in self._defaults else ""
+                self.error(f"unknown option {name}{hint(name, known) or elsewhere}")
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         """Return a value; choices are accepted in any case, and with _ for -."""

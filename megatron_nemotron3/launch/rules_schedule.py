@@ -22,6 +22,13 @@ def _schedule(c: Launch) -> TrainingSchedule:
     return c.schedule
 
 
+def _rate_of_wsd(c: Launch) -> str | None:
+    """The learning rate if it follows WSD; a schedule without a rate emits no style."""
+    scheduled = c.schedule if c.schedule and c.schedule.lr is not None else None
+    style = c.option("--lr-decay-style", (scheduled and scheduled.lr_decay_style) or "")
+    return (c.option("--lr", str(scheduled.lr) if scheduled else "") or None) if style == "WSD" else None
+
+
 def _replicas(c: Launch) -> int:
     """Sequences of one microbatch on all data-parallel ranks."""
     return _schedule(c).micro_batch_size * c.layout.dp
@@ -115,15 +122,13 @@ SCHEDULE_RULES: tuple[Rule, ...] = (
     Rule(
         "wsd-decay-length",
         lambda c: (
-            c.schedule is not None
-            and c.schedule.lr_decay_style == "WSD"
-            and c.schedule.lr is not None
-            and c.schedule.length("lr_wsd_decay") is None
-            and c.first_of("--lr-decay-style", "--lr-wsd-decay-samples", "--lr-wsd-decay-iters") is None
+            _rate_of_wsd(c) is not None
+            and (c.schedule is None or c.schedule.length("lr_wsd_decay") is None)
+            and c.first_of("--lr-wsd-decay-samples", "--lr-wsd-decay-iters") is None
         ),
         lambda c: (
-            f"lr_decay_style=WSD with lr={_schedule(c).lr} needs the length of the decay phase: "
-            f"set lr_wsd_decay_{_schedule(c).unit}"
+            f"lr_decay_style=WSD with lr={_rate_of_wsd(c)} needs the length of the decay phase: set "
+            f"lr_wsd_decay_{c.schedule.unit if c.schedule else 'samples'}"
         ),
         _SCHEDULER,
     ),

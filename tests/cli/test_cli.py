@@ -81,6 +81,11 @@ def test_warnings_go_beside_the_flags(capsys: pytest.CaptureFixture[str]) -> Non
         (["distill"], "nemotron3 distill: the following arguments are required: logits|projection"),
         (["train", "super", "--max-steps", "3"], "unknown option --max-steps; did you mean '--steps'?"),
         (["train", "super", "--resume"], "did you mean '--output' (what its folder has goes on)?"),
+        (
+            ["flags", "super", "--save-interval", "3"],
+            "--save-interval; options of Megatron follow a separate --\n",
+        ),
+        (["explain", "--argv", "/nowhere.sh"], "explain: /nowhere.sh: No such file or directory\n"),
         (["show", "super", "--max-steps=3"], "unknown option --max-steps\n"),
         (["chat", "--checkpoint", "x"], "did you mean 'CHECKPOINT' (an argument, without an option)?"),
         (["plan", "refit", "super", "--from", "x", "--to", "tp=1"], "nemotron3 plan refit: "),

@@ -47,6 +47,10 @@ def layout(**sizes: Any) -> ParallelLayout:
 VIOLATED: dict[str, tuple[dict[str, Any], str]] = {
     "mamba-groups-tp": ({"layout": layout(tp=16)}, "mamba_num_groups=8 .* TP=16: use TP 1, 2, 4, 8$"),
     "schedule-unknown": ({"schedule": published(models.get("lightning"))}, "train, lr, min_lr"),
+    "wsd-decay-length": (
+        {"extra": ("--train-samples", "1000", "--lr", "1e-3", "--lr-decay-style", "WSD")},
+        "WSD with lr=1e-3 needs the length of the decay phase: set lr_wsd_decay_samples$",
+    ),
     "fp8-bf16-layers-pipeline": (
         {"precision": "mxfp8", "layout": layout(pp=8)},
         "14 BF16 .* layers/PP=11.*--num-layers-at-end-in-bf16 11",
