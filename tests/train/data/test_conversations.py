@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 
+from megatron_nemotron3.common.switches import CONVERSATIONS
 from megatron_nemotron3.train.data import forms, train_tokenizer
-from megatron_nemotron3.train.data.conversations import Encoder, read_conversations
+from megatron_nemotron3.train.data.conversations import Encoder, Reading, read_conversations
 from megatron_nemotron3.train.data.forms import LINE, Findings, read_rows
 from megatron_nemotron3.train.data.packing import PackedConversations, first_fit
+from megatron_nemotron3.train.inputs import reading, variables_of
 
 TURNS = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
@@ -376,6 +378,29 @@ def test_a_missing_file_of_a_folder_is_no_data_set_of_the_hub(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError):
         list(read_conversations("data/chats"))
+
+
+def test_the_environment_counts_where_no_option_says_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    def options(form: str | None = None, variables: str | None = None) -> Any:
+        names = {"format": form, "chat_template_kwargs": variables}
+        return SimpleNamespace(conversations=["c.jsonl"], mean=None, **names)
+
+    assert reading(options()) == Reading()
+    assert reading(options("prompt")) == Reading("prompt")
+    monkeypatch.setenv(CONVERSATIONS, '["alpaca", "{\\"a\\": 1}"]')
+    both = Reading("alpaca", '{"a": 1}')
+    assert reading(options()) == reading(options("alpaca", '{"a":1}')) == both
+    assert variables_of(options())[CONVERSATIONS] == both.text()
+    for given, said in (("prompt", "--format prompt"), ("", "neither --format nor --chat-template-kwargs")):
+        with pytest.raises(ValueError) as raised:
+            reading(options(given))
+        assert str(raised.value) == (
+            f"{CONVERSATIONS}={both.text()} is set, and given is {said}: unset it or give the same"
+        )
+    for wrong in ("[1, 2]", "5", "{"):
+        monkeypatch.setenv(CONVERSATIONS, wrong)
+        with pytest.raises(ValueError, match="^[^\n]*: give [^\n]*$"):
+            reading(options())
 
 
 def test_first_fit() -> None:
