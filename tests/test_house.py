@@ -31,7 +31,7 @@ ROOMS = {
     "checkpoints": 11080,
     "launch": 10325,
     "boundary": 4330,
-    "train": 9800,
+    "train": 9860,
     "specs": 260,
     "inference": 5690,
     "post_training": 5780,

@@ -91,8 +91,11 @@ class LimitedChild:
         except (EOFError, ConnectionError):
             _, status = os.waitpid(self._child, 0)
             self._owner = 0
-        if os.WIFSIGNALED(status):
+        ended = os.WTERMSIG(status) if os.WIFSIGNALED(status) else signal.SIGABRT
+        if ended in (signal.SIGXCPU, signal.SIGKILL):
             raise LimitError(timeout)
+        if ended != signal.SIGABRT:  # a library that gets no memory aborts
+            raise LimitError(f"ends the process that computes it (signal {ended})")
         raise LimitError(f"needs more than {self._limit >> 20:,} MiB of memory")
 
     def close(self) -> None:

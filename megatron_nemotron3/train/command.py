@@ -184,7 +184,7 @@ def _teachers_data(options: argparse.Namespace, teachers: distillation.Distillat
     options.tokenizer = rows.tokenizer
     if rows.conversations:
         options.conversations = list(rows.paths)
-        options.format, options.chat_template_kwargs = json.loads(rows.reading or "[null, null]")
+        options.format, options.chat_template_kwargs = json.loads(rows.reading or '["", ""]')
     else:
         options.data_path = list(rows.paths)
     return rows.split

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -143,10 +144,18 @@ def require_inputs(options: argparse.Namespace) -> None:
 
 
 def reading(options: Any) -> Reading:
-    """The value of --format and --chat-template-kwargs, checked."""
-    from megatron_nemotron3.train.data.conversations import Reading
+    """The value of --format and --chat-template-kwargs, else of NEMOTRON3_CONVERSATIONS, checked."""
+    from megatron_nemotron3.train.data.conversations import READING, Reading
 
-    return Reading.of(options.format, options.chat_template_kwargs)
+    given, variable = Reading.of(options.format, options.chat_template_kwargs), READING.read()
+    if options.format is None and options.chat_template_kwargs is None:
+        return variable
+    if given != variable != Reading():
+        words = shlex.join(given.options()) or "neither --format nor --chat-template-kwargs"
+        raise ValueError(
+            f"{CONVERSATIONS}={variable.text()} is set, and given is {words}: unset it or give the same"
+        )
+    return given
 
 
 def variables_of(options: TrainOptions) -> dict[str, str]:

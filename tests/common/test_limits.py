@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from types import SimpleNamespace
 
 import psutil
@@ -19,3 +21,16 @@ def test_a_child_after_a_moment_of_little_memory_has_its_whole_limit(monkeypatch
             child.ask(b"a")
     assert child.ask(b"b") == b"\0b"
     child.close()
+
+
+def test_how_a_child_ended_is_said() -> None:
+    """Libraries of C++ abort without memory; SIGXCPU is the end of its time."""
+    child = LimitedChild(lambda request: os.kill(os.getpid(), int(request)), memory=64 << 20, seconds=5)  # type: ignore[arg-type,return-value]
+    said = {
+        signal.SIGABRT: "needs more than 64 MiB",
+        signal.SIGXCPU: "takes more than 5 s",
+        signal.SIGSEGV: "signal 11",
+    }
+    for ended, reason in said.items():
+        with pytest.raises(LimitError, match=reason):
+            child.ask(b"%d" % ended)

@@ -58,7 +58,7 @@ class Reading:
     def parse(cls, text: str) -> Reading:
         """Read what `text` wrote."""
         try:
-            form, variables = json.loads(text or '["", ""]')
+            form, variables = map(str, json.loads(text or '["", ""]'))
         except (TypeError, ValueError, RecursionError):
             raise ValueError(f"{CONVERSATIONS}={text}: give a JSON list of two texts") from None
         return cls.of(form, variables)

@@ -6,24 +6,30 @@ OpenAI's with two changes: arguments of tool calls are objects, and no content i
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
-from codecs import BOM_UTF8
+from codecs import BOM_UTF8, getincrementaldecoder
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import date, time
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
-from megatron_nemotron3.common.files import open_outside, read_outside
+from megatron_nemotron3.common.files import open_outside
+from megatron_nemotron3.common.limits import LimitedChild, LimitError
 from megatron_nemotron3.common.output import count
 
 Message = dict[str, Any]
 Fields = dict[str, Any]
 
-#: Bytes of a line and of a JSON list, and messages of a row.
-LINE, _LIST, _MESSAGES = 16 << 20, 1 << 30, 10_000
+#: Bytes of a line, and messages of a row.
+LINE, _MESSAGES = 16 << 20, 10_000
+#: Bytes of a JSON list, and of Parquet's rows, that are read at a time.
+_BLOCK = 1 << 20
+#: Bytes of memory and seconds to read Parquet's next rows.
+_MEMORY, _SECONDS = 4 << 30, 60
 #: Remarks that name something of a file, at most.
 _REMARKS = 20
 _PARQUET = b"PAR1"
@@ -88,10 +94,10 @@ def read_rows(path: str | os.PathLike[str]) -> Iterator[RowLine]:
         if beginning.startswith(_PARQUET):
             yield from _data_set(name, "parquet", split="train", data_files=[name])
             return
-        if beginning.removeprefix(BOM_UTF8).lstrip()[:1] == b"[":
-            yield from _list(name)
-            return
         file.seek(0)
+        if beginning.removeprefix(BOM_UTF8).lstrip()[:1] == b"[":
+            yield from _list(name, file)
+            return
         offset, number = 0, 1
         while line := file.readline(LINE + 1):
             if line.strip():
@@ -99,48 +105,100 @@ def read_rows(path: str | os.PathLike[str]) -> Iterator[RowLine]:
             offset, number = offset + len(line), number + 1
 
 
-def _list(name: str) -> Iterator[RowLine]:
-    """Elements of a JSON list."""
-    decoder = json.JSONDecoder()
-    try:
-        text = read_outside(name, limit=_LIST).decode("utf-8-sig")
-    except UnicodeDecodeError as problem:
-        raise ValueError(f"{name}: not JSON: {problem}") from None
-    blank = re.compile(r"\s*")
-    at, number, counted = text.index("[") + 1, 1, 0
-    while True:
-        at = blank.match(text, at).end()  # type: ignore[union-attr]
-        number, counted = number + text.count("\n", counted, at), at
-        if text[at : at + 1] == "]":
-            if text[at + 1 :].strip():
-                raise ValueError(f"{name}:{number}: there is more behind the list: give one, or JSON lines")
-            return
+def _list(name: str, file: BinaryIO) -> Iterator[RowLine]:
+    """Elements of a JSON list, one at a time in memory."""
+    decoder, blank = json.JSONDecoder(), re.compile(r"[ \t\n\r]*")
+    utf8, text, at, number = getincrementaldecoder("utf-8-sig")(), "", 0, 1
+
+    def more() -> bool:
+        """Read as much again as is kept, so that a long row is not tried often; False at the end."""
+        nonlocal text, at
+        data = file.read(max(_BLOCK, len(text) - at))
+        try:
+            text, at = text[at:] + utf8.decode(data, not data), 0
+        except UnicodeDecodeError as problem:
+            raise ValueError(f"{name}: not JSON in UTF-8: {problem.reason}") from None
+        return bool(data)
+
+    def skip(end: int) -> str:
+        """Go to the first character from `end` on that is not blank, and return it."""
+        nonlocal at, number
+        while True:
+            end = blank.match(text, end).end()  # type: ignore[union-attr]
+            at, number = end, number + text.count("\n", at, end)
+            if at < len(text) or not more():
+                return text[at : at + 1]
+            end = 0
+
+    skip(0)
+    sign = skip(at + 1)
+    while sign != "]":
         place = f"{name}:{number}"
         try:
             value, end = decoder.raw_decode(text, at)
+            line = json.dumps(value).encode() + b"\n"
+            del value
         except (ValueError, RecursionError) as problem:
-            raise ValueError(f"{place}: not JSON: {problem}") from None
-        yield RowLine(place, -1, json.dumps(value).encode() + b"\n")
-        at = blank.match(text, end).end()  # type: ignore[union-attr]
-        if text[at : at + 1] == ",":
-            at += 1
-        elif text[at : at + 1] != "]":
+            wrong = getattr(problem, "pos", 0)
+            # Of a row that goes on behind `text`, a string, a literal or a number is cut.
+            if len(text) - wrong < 16 or "Unterminated" in str(problem):
+                if len(text) - at > LINE:
+                    yield RowLine(place, -1, text[at : at + LINE + 1].encode())
+                    return
+                if more():
+                    continue
+            where, reason = number + text.count("\n", at, wrong), getattr(problem, "msg", problem)
+            raise ValueError(f"{name}:{where}: not JSON: {reason}") from None
+        yield RowLine(place, -1, line)
+        sign = skip(end)
+        if sign == ",":
+            sign = skip(at + 1)
+        elif sign != "]":
             raise ValueError(f"{place}: not JSON: no comma or ] behind the row that begins here")
+    if skip(at + 1):
+        raise ValueError(f"{name}:{number}: there is more behind the list: give one, or JSON lines")
 
 
 def _data_set(name: str, *what: str, **how: Any) -> Iterator[RowLine]:
+    """Rows that `datasets` reads in a child with limits: a page of Parquet holds more than its file."""
     try:
         import datasets
+        import pyarrow
     except ImportError:
         raise ValueError(f"{name}: Parquet and data sets of the Hub need `pip install datasets`") from None
     if int(datasets.__version__.partition(".")[0]) < 4:
         raise ValueError(f"{name}: datasets {datasets.__version__} may run code of a data set: install 4")
+    rows: Any = None
+
+    def answer(_: bytes) -> bytes:
+        """The next rows as lines, or what is wrong as a line of a text; nothing at the end."""
+        nonlocal rows
+        try:
+            if rows is None:
+                pyarrow.set_cpu_count(1)  # each thread takes address space
+                rows = iter(datasets.load_dataset(*what, streaming=True, **how))
+            lines = io.BytesIO()
+            while lines.tell() < _BLOCK and (row := next(rows, None)) is not None:
+                lines.write(json.dumps(_without_null(row), default=_date).encode()[: LINE + 1] + b"\n")
+            return lines.getvalue()
+        except MemoryError:
+            raise
+        except Exception as problem:  # of the network, of the library, of the file
+            return json.dumps(" ".join(str(problem).split())).encode()
+
+    child, number = LimitedChild(answer, memory=_MEMORY, seconds=_SECONDS), 0
     try:
-        for number, row in enumerate(datasets.load_dataset(*what, streaming=True, **how), 1):
-            line = json.dumps(_without_null(row), default=_date).encode() + b"\n"
-            yield RowLine(f"{name}:{number}", -1, line)
-    except Exception as problem:  # of the network, of the library, of the file
-        raise ValueError(f"{name}: datasets: {problem}") from None
+        while lines := child.ask(b""):
+            if lines.startswith(b'"'):
+                raise ValueError(f"{name}: datasets: {json.loads(lines)}")
+            for line in lines.splitlines(keepends=True):
+                number += 1
+                yield RowLine(f"{name}:{number}", -1, line)
+    except LimitError as problem:
+        cure = "write it with smaller row groups, or as JSON lines"
+        raise ValueError(f"{name}: reading the rows behind row {number:,} {problem}: {cure}") from None
+    finally:
+        child.close()
 
 
 def _without_null(value: Any) -> Any:

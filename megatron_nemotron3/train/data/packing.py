@@ -24,7 +24,6 @@ from megatron_nemotron3.train.data.conversations import (
     Conversation,
     Encoded,
     Encoder,
-    Reading,
     encoded_conversations,
 )
 from megatron_nemotron3.train.data.forms import Findings
@@ -128,7 +127,7 @@ class PackedConversations:
         cache: folder for the arrays; None: `cache` in the file's folder.
         pack: several conversations in a row; else each has a row of its own.
 
-    With a tokenizer's folder, `READING` says how the rows are read.
+    `READING` says how the rows are read; another maker of tokens takes its template variables itself.
     """
 
     def __init__(
@@ -143,7 +142,7 @@ class PackedConversations:
         import numpy as np
 
         self.path, self.length, self.multiple = path, length, multiple
-        reading = READING.current() if isinstance(tokenizer, str) else Reading()
+        reading = READING.current()
         encoder = _digest(tokenizer) if isinstance(tokenizer, str) else tokenizer.key()
         key = _key(path, encoder + reading.text().encode())
         self.folder = Path(cache or Path(path).absolute().parent / "cache") / f"conversations-{key}"

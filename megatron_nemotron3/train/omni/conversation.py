@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.models.omni import OmniConfig
-from megatron_nemotron3.train.data.conversations import Conversation, Encoded, Encoder
+from megatron_nemotron3.train.data.conversations import READING, Conversation, Encoded, Encoder
 from megatron_nemotron3.train.omni import media, processor
 from megatron_nemotron3.train.omni.media import MediaError
 
@@ -91,7 +91,7 @@ class OmniEncoder:
         tokenizer = self.processor.tokenizer
         if self.processor.chat_template is not None:
             tokenizer.chat_template = self.processor.chat_template
-        return Encoder(tokenizer, media=True)
+        return Encoder(tokenizer, variables=READING.current().variables, media=True)
 
     def encode(self, conversation: Conversation, prompt: bool = False) -> WithMedia:
         """Tokens of a conversation; `prompt`: with the beginning of the assistant's next turn.

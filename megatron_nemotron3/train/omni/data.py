@@ -26,7 +26,7 @@ from megatron_nemotron3.boundary.feed import describe_ids
 from megatron_nemotron3.boundary.partition import sample_shares
 from megatron_nemotron3.common.files import open_outside
 from megatron_nemotron3.models.omni import OmniConfig
-from megatron_nemotron3.train.data.conversations import Conversation, parse_line
+from megatron_nemotron3.train.data.conversations import READING, Conversation, parse_line
 from megatron_nemotron3.train.data.packing import PackedConversations, PackedRow, epoch_order, pack_arguments
 from megatron_nemotron3.train.omni.conversation import ENCODER, OmniEncoder, WithMedia, join
 from megatron_nemotron3.train.omni.layouts import LANGUAGE
@@ -172,7 +172,8 @@ class MediaRows:
             raise ValueError(f"{place}: conversations with media are read again: give JSON lines")
         with open_outside(self.path) as file:
             file.seek(offset)
-            found: Conversation = list(parse_line(file.readline(), place))[part]
+            row = parse_line(file.readline(), place, form=READING.current().form)
+        found: Conversation = list(row)[part]
         encoded = self.encoder.encode(found)
         if not np.array_equal(encoded.ids, self.packed.tokens_of(conversation)):
             raise MediaError(

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import random
+import sys
+import tracemalloc
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megatron_nemotron3.train.data import train_tokenizer
-from megatron_nemotron3.train.data.conversations import Encoder, read_conversations
-from megatron_nemotron3.train.data.forms import Findings
+from megatron_nemotron3.common.switches import CONVERSATIONS
+from megatron_nemotron3.train.data import forms, train_tokenizer
+from megatron_nemotron3.train.data.conversations import Encoder, Reading, read_conversations
+from megatron_nemotron3.train.data.forms import LINE, Findings, read_rows
 from megatron_nemotron3.train.data.packing import PackedConversations, first_fit
+from megatron_nemotron3.train.inputs import reading, variables_of
 
 TURNS = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
@@ -234,10 +240,95 @@ def test_wrong_lines_are_named(tmp_path: Path, line: str, message: str) -> None:
     assert message in str(raised.value)
 
 
+@pytest.mark.parametrize("block", [1, 7, 1 << 20])
+def test_a_list_is_read_in_pieces_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    """Pieces end inside of numbers, escapes, literals and characters of several bytes."""
+    monkeypatch.setattr(forms, "_BLOCK", block)
+    rows = [
+        {"a": ['\u00e9\U0001f34e\\"]', -1.5e-300, True, None, {"b": "]}," * 9}]},
+        {},
+        {"c": -float("inf")},
+    ]
+    path = tmp_path / "c.json"
+    for ascii_only, indent in ((True, None), (False, 1)):
+        path.write_text(json.dumps(rows * 3, ensure_ascii=ascii_only, indent=indent) + "\n", "utf-8-sig")
+        found = list(read_rows(path))
+        assert [json.loads(row.line) for row in found] == rows * 3
+        lines = path.read_text("utf-8-sig").splitlines()
+        places = [int(row.place.removeprefix(f"{path}:")) for row in found]
+        assert indent is None or all(lines[at - 1].startswith(" {") for at in places) and places[0] == 2
+
+
+def test_a_list_takes_the_memory_of_a_row(tmp_path: Path) -> None:
+    """32 rows of 1 MiB."""
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps([{"prompt": "x" * (1 << 20), "completion": "y"}] * 32))
+    tracemalloc.start()
+    assert sum(len(row.line) > 1 << 20 for row in read_rows(path)) == 32
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 12 << 20
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('[{"a": 1},\n {"b":\n\n\'c\'}' + " " * 99, "c.json:4: not JSON: Expecting value"),
+        ('[{"a": 1},\n{"b": "c', "c.json:2: not JSON: Unterminated string"),
+        ('[{"a": 1}\n', "c.json:1: not JSON: no comma or ] behind the row"),
+        ("[\n" + "[" * 10**6, "c.json:2: not JSON: "),
+        ('[\n{"a": "' + "x" * (LINE + 9) + '"}]', f"c.json:2: the row has more than {LINE:,} bytes"),
+        ('[{"a": "\xe9"}]', "c.json: not JSON in UTF-8: "),
+    ],
+)
+def test_wrong_lists_are_named(tmp_path: Path, text: str, reason: str) -> None:
+    path = tmp_path / "c.json"
+    path.write_text(text, "latin-1")
+    with pytest.raises(ValueError) as raised:
+        for row in read_rows(path):
+            if len(row.line) > LINE:
+                list(read_conversations(path))
+    assert reason in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_rows_of_datasets_are_read_within_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library in the place of `datasets` writes rows, then takes what a page of Parquet may hold."""
+
+    def load_dataset(kind: str, data_files: list[str], **how: Any) -> Iterator[dict[str, Any]]:
+        yield from ({"prompt": f"{i} é", "completion": "b" * i, "system": None} for i in range(100))
+        if (more := Path(data_files[0]).read_bytes()[4:]).isdigit():
+            yield {"prompt": "x" * int(more)}
+        raise RuntimeError("of the file:\nit ends")
+
+    path = tmp_path / "c.parquet"
+    fake = SimpleNamespace(__version__="5.2.0", load_dataset=load_dataset)
+    monkeypatch.setitem(sys.modules, "datasets", fake)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "pyarrow", SimpleNamespace(set_cpu_count=id))  # type: ignore[arg-type]
+    monkeypatch.setattr(forms, "_MEMORY", 128 << 20)
+    monkeypatch.setattr(forms, "_BLOCK", 1 << 10)
+    for rest, reason in (
+        ("", "datasets: of the file: it ends"),
+        (str(1 << 30), "reading the rows behind row 9"),
+    ):
+        path.write_bytes(b"PAR1" + rest.encode())
+        rows: list[Any] = []
+        with pytest.raises(ValueError) as raised:
+            for one in read_conversations(path):
+                rows.append(one)
+        assert f"{path}: {reason}" in str(raised.value)
+        assert [one.messages[0]["content"] for one in rows] == [f"{i} é" for i in range(len(rows))]
+        assert rows[-1].place == f"{path}:{len(rows)}"
+    assert str(raised.value).endswith(
+        "needs more than 128 MiB of memory: write it with smaller row groups, or as JSON lines"
+    )
+
+
 def test_nothing_behind_a_list_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "c.json"
     path.write_text((json.dumps([{"messages": CHAT}]) + "\n") * 2)
-    with pytest.raises(ValueError, match="c.json:1: there is more behind the list"):
+    with pytest.raises(ValueError, match="c.json:2: there is more behind the list"):
         list(read_conversations(path))
 
 
@@ -287,6 +378,29 @@ def test_a_missing_file_of_a_folder_is_no_data_set_of_the_hub(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError):
         list(read_conversations("data/chats"))
+
+
+def test_the_environment_counts_where_no_option_says_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    def options(form: str | None = None, variables: str | None = None) -> Any:
+        names = {"format": form, "chat_template_kwargs": variables}
+        return SimpleNamespace(conversations=["c.jsonl"], mean=None, **names)
+
+    assert reading(options()) == Reading()
+    assert reading(options("prompt")) == Reading("prompt")
+    monkeypatch.setenv(CONVERSATIONS, '["alpaca", "{\\"a\\": 1}"]')
+    both = Reading("alpaca", '{"a": 1}')
+    assert reading(options()) == reading(options("alpaca", '{"a":1}')) == both
+    assert variables_of(options())[CONVERSATIONS] == both.text()
+    for given, said in (("prompt", "--format prompt"), ("", "neither --format nor --chat-template-kwargs")):
+        with pytest.raises(ValueError) as raised:
+            reading(options(given))
+        assert str(raised.value) == (
+            f"{CONVERSATIONS}={both.text()} is set, and given is {said}: unset it or give the same"
+        )
+    for wrong in ("[1, 2]", "5", "{"):
+        monkeypatch.setenv(CONVERSATIONS, wrong)
+        with pytest.raises(ValueError, match="^[^\n]*: give [^\n]*$"):
+            reading(options())
 
 
 def test_first_fit() -> None:

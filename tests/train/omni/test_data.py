@@ -20,6 +20,7 @@ require_media()
 pytestmark = pytest.mark.filterwarnings("ignore:.* is experimental:UserWarning")
 
 from megatron_nemotron3.boundary.feed import RowFeed  # noqa: E402
+from megatron_nemotron3.train.data.conversations import READING, Reading  # noqa: E402
 from megatron_nemotron3.train.omni.data import ChatFile, MediaRows, build_loader, check, describe, in_order  # noqa: E402
 from megatron_nemotron3.train.omni.media import MediaError  # noqa: E402
 from tests.support.world import world_of_one  # noqa: E402
@@ -145,6 +146,28 @@ def expected(processor: Any, chats: Path) -> list[dict[str, Any]]:
         lines = [json.loads(line)["messages"] for line in chats.read_text().splitlines()]
         _EXPECTED[chats] = [sample(one, processor, CONFIG, folder=chats.parent) for one in lines]
     return _EXPECTED[chats]
+
+
+def test_rows_are_read_as_the_environment_says(
+    processor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two forms fit each row, and the template writes a variable; rows are read again for their media."""
+    write_media(tmp_path)
+    picture = [say("user", part("image", "wide.png")), say("assistant", "apples")]
+    row = {"messages": [say("user", "what"), say("assistant", "three")], "prompt": picture[:1]}
+    (tmp_path / "both.jsonl").write_text(json.dumps({**row, "completion": picture[1:]}) + "\n")
+    write_chats(tmp_path / "one.jsonl", [[part("image", "wide.png")]])
+    monkeypatch.setattr(processor, "chat_template", processor.chat_template + "{{ ending }}")
+
+    def rows(name: str) -> MediaRows:
+        return MediaRows(ChatFile(tmp_path / name, processor, CONFIG, LENGTH))
+
+    decode, expected = processor.tokenizer.decode, rows("one.jsonl").decoded(0, ("vision",))
+    assert decode(rows("both.jsonl").packed.tokens_of(0)).rstrip().endswith("three<|im_end|>")
+    with READING.using(Reading.of("prompt", '{"ending": "pears"}')):
+        found = rows("both.jsonl")
+        assert decode(found.packed.tokens_of(0)).rstrip().endswith("pears")
+        assert expected and same(found.decoded(0, ("vision",)), expected)
 
 
 def test_lanes_share_the_samples(processor: Any, chats: Path) -> None:
