@@ -128,7 +128,8 @@ SCHEDULE_RULES: tuple[Rule, ...] = (
         ),
         lambda c: (
             f"lr_decay_style=WSD with lr={_rate_of_wsd(c)} needs the length of the decay phase: set "
-            f"lr_wsd_decay_{c.schedule.unit if c.schedule else 'samples'}"
+            "lr_wsd_decay_"
+            + ("iters" if "--train-iters" in c.options else c.schedule.unit if c.schedule else "samples")
         ),
         _SCHEDULER,
     ),

@@ -155,7 +155,6 @@ def missing_schedule(argv: Sequence[str]) -> list[str]:
 #: Scripts that train, unless one of these options is given.
 _TRAINING = ("pretrain_hybrid.py", "pretrain_mamba.py", "pretrain_script.py")
 _NO_TRAINING = ("--skip-train", "--freeze-all-layers")
-_MICRO_BATCH = "--micro-batch-size"
 
 
 def require_schedule(script: str, argv: Sequence[str]) -> None:
@@ -163,7 +162,7 @@ def require_schedule(script: str, argv: Sequence[str]) -> None:
     name = os.path.basename(script)
     if name not in _TRAINING or not option_values(argv, "--hybrid-layer-pattern"):
         return
-    missing = [] if option_values(argv, _MICRO_BATCH) else [_MICRO_BATCH]
+    missing = [] if option_values(argv, "--micro-batch-size") else ["--micro-batch-size"]
     missing += missing_schedule(argv) if set(argv).isdisjoint(_NO_TRAINING) else []
     if missing:
         raise ValueError(

@@ -226,6 +226,15 @@ def test_silent_where_harmless(arguments: dict[str, Any]) -> None:
     assert violations(arguments) == {}
 
 
+def test_the_cure_has_the_unit_of_the_run() -> None:
+    """Megatron takes lengths in one unit only."""
+    given = ["--lr", "1e-3", "--lr-decay-style", "WSD", "--train-iters", "9"]
+    (found,) = [
+        one for one in check(Launch.of(TINY, layout(), extra=given)) if one.rule == "wsd-decay-length"
+    ]
+    assert found.message.endswith("set lr_wsd_decay_iters")
+
+
 def test_all_errors_are_listed_at_once() -> None:
     with pytest.raises(RuleError) as caught:
         flags(
