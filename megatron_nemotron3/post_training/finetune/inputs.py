@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import zlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from megatron_nemotron3.common.output import Bar
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.show import describe
 from megatron_nemotron3.post_training.steps import with_own_name
-from megatron_nemotron3.train.data.conversations import Encoded, Encoder, Reading, parse_line
+from megatron_nemotron3.train.data.conversations import Conversation, Encoded, Encoder, Reading, parse_line
 from megatron_nemotron3.train.data.forms import read_rows
+from megatron_nemotron3.train.data.workers import worked
 
 #: Written first: what the folder is the work of.
 RECORD = "finetune.json"
@@ -130,24 +132,26 @@ def _encoded(inputs: FineTuneInputs, folder: Path) -> list[Encoded]:
         )
     result: list[Encoded] = []
     length, fitting, too_long = int(str(inputs.record["seq_length"])), 0, 0
-    count = len(inputs.train) + len(inputs.held_out)
-    with Bar("read conversations", "lines", count) as bar:
-        for lines in (inputs.train, inputs.held_out):
+    with Bar("read conversations", "lines", len(inputs.train) + len(inputs.held_out)) as bar:
+
+        def parsed(lines: Mapping[str, bytes]) -> Iterator[Conversation]:
             for place, line in lines.items():
-                for one in parse_line(line, place, form=reading.form):
-                    encoded = encoder.encode(one)
-                    if max(encoded.ids, default=0) >= rows:
-                        raise ValueError(
-                            f"{place}: token {max(encoded.ids)} is outside the model's vocabulary of "
-                            f"{rows:,}: it is another model's tokenizer"
-                        )
-                    if lines is inputs.held_out:
-                        result.append(encoded)
-                    elif len(encoded.ids) > length:
-                        too_long += 1
-                    else:
-                        fitting += any(encoded.trained[1:])
+                yield from parse_line(line, place, form=reading.form)
                 bar.add(1)
+
+        for lines in (inputs.train, inputs.held_out):
+            for one, encoded in worked(parsed(lines), encoder.encode):
+                if max(encoded.ids, default=0) >= rows:
+                    raise ValueError(
+                        f"{one.place}: token {max(encoded.ids)} is outside the model's vocabulary of "
+                        f"{rows:,}: it is another model's tokenizer"
+                    )
+                if lines is inputs.held_out:
+                    result.append(encoded)
+                elif len(encoded.ids) > length:
+                    too_long += 1
+                else:
+                    fitting += any(encoded.trained[1:])
     longer = f"{too_long:,} {'is' if too_long == 1 else 'are'} longer than --seq-length {length:,}"
     if not fitting:
         raise ValueError(
@@ -177,8 +181,7 @@ def _lines(path: Path, form: str) -> dict[str, bytes]:
     lines: dict[str, bytes] = {}
     length = 0
     for place, _, line in read_rows(path):
-        for _ in parse_line(line, place, form=form):
-            pass
+        list(parse_line(line, place, form=form))
         lines[f"{place} ({len(lines) + 1})" if place in lines else place] = line.rstrip(b"\r\n") + b"\n"
         if (length := length + len(line)) > _LIMIT:
             raise ValueError(
