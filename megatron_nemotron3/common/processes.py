@@ -18,7 +18,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,7 @@ THREADS = "OMP_NUM_THREADS"
 _family = 0
 _hook_registered = False
 #: The function and the counter of a worker, inherited by fork.
-_work: tuple[Callable[[Any, Callable[[int], None]], Any], Any]
+_work: Any = None
 
 
 @contextlib.contextmanager
@@ -221,24 +222,29 @@ def parallel_map(
     report(done)
 
 
+def ordered_map(work: Callable[[Any], Any], items: Iterable[Any], workers: int) -> Iterator[tuple[Any, Any]]:
+    """Yield each item and `work(item)` in the items' order; two items per worker are taken ahead."""
+    waiting: deque[Any] = deque()
+    with _pool(lambda item, _: work(item), workers) as (pool, _):
+        for item in items:
+            waiting.append((item, pool.submit(_run_item, item)))
+            if len(waiting) > 2 * workers:
+                before, result = waiting.popleft()
+                yield before, result.result()
+        for item, result in waiting:
+            yield item, result.result()
+
+
 def _pool_map(
     work: Callable[[Any, Callable[[int], None]], Any],
     items: Sequence[Any],
     workers: int,
     report: Callable[[int], None],
 ) -> Iterator[Any]:
-    global _work
-    import multiprocessing
-    from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-    from concurrent.futures.process import BrokenProcessPool
+    from concurrent.futures import FIRST_COMPLETED, wait
 
-    context = multiprocessing.get_context("fork")
-    counter, last = context.Value("q", 0), time.monotonic()
-    _work = (work, counter)
-    others = multiprocessing.active_children()
-    pool = ProcessPoolExecutor(workers, context, _begin_worker, (os.getpid(),))
-    try:
-        pending = {pool.submit(_run_item, item) for item in items}
+    with _pool(work, workers) as (pool, counter):
+        last, pending = time.monotonic(), {pool.submit(_run_item, item) for item in items}
         while pending:
             finished, pending = wait(pending, INTERVAL, FIRST_COMPLETED)
             for one in finished:
@@ -247,13 +253,31 @@ def _pool_map(
             if now - last > INTERVAL or not pending:
                 last = now
                 report(counter.value)
+
+
+@contextlib.contextmanager
+def _pool(work: Callable[[Any, Callable[[int], None]], Any], workers: int) -> Iterator[tuple[Any, Any]]:
+    """Forked processes for `_run_item`, and the counter of their work."""
+    global _work
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+    from concurrent.futures.process import BrokenProcessPool
+
+    context = multiprocessing.get_context("fork")
+    counter = context.Value("q", 0)
+    _work = (work, counter)
+    others = multiprocessing.active_children()
+    pool = ProcessPoolExecutor(workers, context, _begin_worker, (os.getpid(),))
+    try:
+        yield pool, counter
     except BrokenProcessPool:
-        raise ValueError("a worker was killed (out of memory?): try again with fewer --workers") from None
+        raise ValueError("a worker was killed (out of memory?): use fewer --workers, or cores") from None
     except BaseException:
         for worker in set(multiprocessing.active_children()) - set(others):
             worker.terminate()  # at once, not with the file that it writes
         raise
     finally:
+        _work = None
         pool.shutdown(cancel_futures=True)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,8 +28,9 @@ from megatron_nemotron3.models import count as parameters_of
 from megatron_nemotron3.models.show import describe
 from megatron_nemotron3.post_training.finetune import LR, SEQ_LENGTH, STEPS
 from megatron_nemotron3.post_training.steps import length_step, require_schedule, with_own_name
-from megatron_nemotron3.train.data.conversations import Encoded, Encoder, Reading, parse_line
+from megatron_nemotron3.train.data.conversations import Conversation, Encoded, Encoder, Reading, parse_line
 from megatron_nemotron3.train.data.forms import read_rows
+from megatron_nemotron3.train.data.workers import worked
 from megatron_nemotron3.train.inputs import CONVERSATION_OPTIONS, reading
 from megatron_nemotron3.train.training import schedule_of
 
@@ -210,20 +211,23 @@ def _encoded(
     lengths: list[int] = []
     result: list[Encoded] = []
     with Bar("read conversations", "lines", len(train) + len(held_out)) as bar:
-        for lines in (train, held_out):
+
+        def parsed(lines: Mapping[str, bytes]) -> Iterator[Conversation]:
             for place, line in lines.items():
-                for one in parse_line(line, place, form=reading.form):
-                    encoded = encoder.encode(one)
-                    if max(encoded.ids, default=0) >= rows:
-                        raise ValueError(
-                            f"{place}: token {max(encoded.ids)} is outside the model's vocabulary of "
-                            f"{rows:,}: it is another model's tokenizer"
-                        )
-                    if lines is held_out:
-                        result.append(encoded)
-                    else:
-                        lengths.append(len(encoded.ids) if any(encoded.trained[1:]) else 0)
+                yield from parse_line(line, place, form=reading.form)
                 bar.add(1)
+
+        for lines in (train, held_out):
+            for one, encoded in worked(parsed(lines), encoder.encode):
+                if max(encoded.ids, default=0) >= rows:
+                    raise ValueError(
+                        f"{one.place}: token {max(encoded.ids)} is outside the model's vocabulary of "
+                        f"{rows:,}: it is another model's tokenizer"
+                    )
+                if lines is held_out:
+                    result.append(encoded)
+                else:
+                    lengths.append(len(encoded.ids) if any(encoded.trained[1:]) else 0)
     if result and not any(any(one.trained) for one in result):
         raise ValueError("no held-out conversation has a message of the assistant: give --held-out FILE")
     return lengths, result
@@ -264,8 +268,7 @@ def _lines(path: Path, form: str) -> dict[str, bytes]:
     lines: dict[str, bytes] = {}
     length = 0
     for place, _, line in read_rows(path):
-        for _ in parse_line(line, place, form=form):
-            pass
+        list(parse_line(line, place, form=form))
         lines[f"{place} ({len(lines) + 1})" if place in lines else place] = line.rstrip(b"\r\n") + b"\n"
         if (length := length + len(line)) > _LIMIT:
             raise ValueError(

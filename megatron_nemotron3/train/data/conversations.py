@@ -25,6 +25,7 @@ from megatron_nemotron3.train.data.forms import (
     read_rows,
     text_of,
 )
+from megatron_nemotron3.train.data.workers import worked
 
 
 @dataclass(frozen=True)
@@ -117,14 +118,19 @@ def read_conversations(
 
 
 def encoded_conversations(
-    path: str | os.PathLike[str], encode: Callable[[Conversation], Encoded], form: str, findings: Findings
+    path: str | os.PathLike[str],
+    encode: Callable[[Conversation], Encoded],
+    form: str,
+    findings: Findings,
+    forks: bool = True,
 ) -> Iterator[tuple[Conversation, Encoded]]:
-    """Read and encode the conversations of a file in order; `findings` gets what is to be said."""
-    for conversation in read_conversations(path, form, findings):
-        encoded = encode(conversation)
+    """Read and encode the conversations of a file in order; at its end `findings` has what is to be said."""
+    of_encoding = Findings()  # other processes encode behind what is read: their remarks come last
+    for conversation, encoded in worked(read_conversations(path, form, findings), encode, forks):
         for remark, case in encoded.remarks:
-            findings.add(remark, case)
+            of_encoding.add(remark, case)
         yield conversation, encoded
+    findings.remarks |= of_encoding.remarks
 
 
 def parse_line(

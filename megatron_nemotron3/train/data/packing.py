@@ -278,8 +278,9 @@ def _write(path: str, encoder: Encoder | ConversationEncoder, folder: Path, form
 
     tokens, trained, origins, borders = array("i"), array("b"), array("q"), array("q", [0])
     findings = Findings()
+    forks = isinstance(encoder, Encoder)  # libraries of media are not made for it
     with Bar("encode conversations", "lines") as bar:
-        for conversation, encoded in encoded_conversations(path, encoder.encode, form, findings):
+        for conversation, encoded in encoded_conversations(path, encoder.encode, form, findings, forks):
             line = int(conversation.place.rpartition(":")[2])
             if encoded.ids:
                 tokens.extend(encoded.ids)

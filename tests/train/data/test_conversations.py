@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from megatron_nemotron3.common.switches import CONVERSATIONS
-from megatron_nemotron3.train.data import forms, train_tokenizer
+from megatron_nemotron3.train.data import forms, packing, train_tokenizer, workers
 from megatron_nemotron3.train.data.conversations import Encoder, Reading, read_conversations
 from megatron_nemotron3.train.data.forms import LINE, Findings, read_rows
 from megatron_nemotron3.train.data.packing import PackedConversations, first_fit
@@ -378,6 +378,39 @@ def test_a_missing_file_of_a_folder_is_no_data_set_of_the_hub(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError):
         list(read_conversations("data/chats"))
+
+
+@pytest.mark.parametrize("wrong", ["", "row", "template", "both"])
+def test_several_processes_encode_as_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Tokens, marks, origins, what is said, and which of two errors is raised; both are behind the start."""
+    monkeypatch.setattr(workers, "_ALONE", 3)
+    lines: list[Any] = [
+        {"messages": [say("user", "2 apples? " * i), *CHAT[1:], *CHAT], "x": 1} for i in range(70)
+    ]
+    lines[20]["tools"], lines[25]["y"] = [{}], 2  # said of what is encoded, and of a row that is read before
+    if wrong in ("template", "both"):
+        lines[37]["messages"][0]["content"] = "refused"
+    if wrong in ("row", "both"):
+        lines[40] = {"messages": []}
+    path = write_lines(tmp_path / "c.jsonl", lines)
+    template = TURNS + "{% if messages[0].content == 'refused' %}{{ 1 // 0 }}{% endif %}"
+    folder = write_tokenizer(tmp_path / "t", template.replace("|>\n", "|> "))
+
+    def written(cores: int) -> tuple[list[bytes], str]:
+        monkeypatch.setattr(workers, "cores", lambda: cores)
+        try:
+            found = PackedConversations(str(path), str(folder), 4096, cache=str(tmp_path / f"of_{cores}"))
+        except ValueError as problem:
+            return [], str(problem)
+        return [(found.folder / name).read_bytes() for name in packing._NAMES], ""
+
+    expected = written(1)
+    assert written(2) == expected
+    assert bool(expected[0]) == (not wrong)
+    assert {"": "", "row": ":41: ", "template": ":38: ", "both": ":38: "}[wrong] in expected[1]
+    assert "fork" not in capfd.readouterr().err
 
 
 def test_the_environment_counts_where_no_option_says_more(monkeypatch: pytest.MonkeyPatch) -> None:
