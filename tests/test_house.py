@@ -23,7 +23,7 @@ PACKAGE = ROOT / NAME
 
 #: Room -> lines that it may have, in the order of imports.
 ROOMS = {
-    "common": 2940,
+    "common": 2960,
     "models": 3390,
     "cpu": 1040,
     "precision": 4300,
@@ -31,7 +31,7 @@ ROOMS = {
     "checkpoints": 11080,
     "launch": 10325,
     "boundary": 4330,
-    "train": 9870,
+    "train": 9935,
     "specs": 260,
     "inference": 5690,
     "post_training": 5780,
