@@ -83,6 +83,8 @@ class StoredState:
     args: Mapping[str, Any]
     #: "opt_param_scheduler"; empty if it has none.
     scheduler: Mapping[str, Any]
+    #: How the distributed optimizer's state is divided, as Megatron names it; "" if it is not stated.
+    sharding: str = ""
 
 
 def stored_state(path: Path) -> StoredState | None:
@@ -94,8 +96,13 @@ def stored_state(path: Path) -> StoredState | None:
         state = common_state(index)
     except CheckpointError:
         return None
-    scheduler = state.get("opt_param_scheduler")
-    return StoredState(stored_arguments(state), scheduler if isinstance(scheduler, dict) else {})
+    scheduler, metadata = (
+        found if isinstance(found, dict) else {}
+        for found in (state.get("opt_param_scheduler"), state.get("content_metadata"))
+    )
+    return StoredState(
+        stored_arguments(state), scheduler, str(metadata.get("distrib_optim_sharding_type") or "")
+    )
 
 
 def stored_arguments(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The learning rate of a run that goes on from a checkpoint.
+"""The learning rate and the layout of a run that goes on from a checkpoint.
 
 Megatron's scheduler counts samples, also if the lengths of the command line are iterations. A checkpoint
 holds its lengths and rates, and a command line with others ends in an AssertionError, unless
@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_nemotron3.checkpoints.state import loaded_state
+from megatron_nemotron3.checkpoints.state import StoredState, loaded_state
+from megatron_nemotron3.common.parser import option_value
 from megatron_nemotron3.launch.flag import from_first_option, parse, text
 
 OVERRIDE, KEEP = "--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler"
@@ -33,6 +34,15 @@ OPTIONS = frozenset(
 )
 #: Options with which a checkpoint's scheduler is not loaded, or the batch grows.
 _OTHER = ("--finetune", "--no-load-optim", "--rampup-batch-size", "--step-batch-size-schedule")
+#: Size, its option, and the size that it is by default ("": 1).
+_MODEL_PARALLEL = (
+    ("TP", "tensor-model-parallel-size", ""),
+    ("PP", "pipeline-model-parallel-size", ""),
+    ("EP", "expert-model-parallel-size", ""),
+    ("ETP", "expert-tensor-parallel-size", "TP"),
+)
+#: States of the distributed optimizer that are stored by rank, without the names of parameters.
+_BY_RANK = ("dp_reshardable", "dp_zero_gather_scatter")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,17 +194,19 @@ def described(changed: Mapping[str, tuple[Any, Any]]) -> str:
 
 
 def refused(words: Sequence[str]) -> str | None:
-    """Return why Megatron would not load the schedule of the checkpoint that its command line names.
+    """Return why Megatron would not load optimizer or schedule of the checkpoint that its command line names.
 
-    The message names the option that it needs. None: it would load it, or nothing is known.
+    The message names the option that it needs. None: it would load them, or nothing is known.
     """
     wanted, found = schedule_of_arguments(words), loaded_state(words)
-    if wanted is None or found is None:
+    if found is None:
         return None
     step, state = found
-    if (saved := saved_schedule(step, state.scheduler, state.args)) is None:
-        return None
+    saved = saved_schedule(step, state.scheduler, state.args)
     try:
+        require_loadable_layout(step, state, words)
+        if wanted is None or saved is None:
+            return None
         require_same_rates(saved, wanted)
     except ValueError as problem:
         return str(problem)
@@ -209,6 +221,33 @@ def refused(words: Sequence[str]) -> str | None:
     return (
         f"the checkpoint of step {saved.step} has another schedule, in samples: {described(changed)}; "
         f"Megatron needs {OVERRIDE} to take the new one, or {KEEP} to keep the checkpoint's"
+    )
+
+
+def require_loadable_layout(step: int, state: StoredState, words: Sequence[str]) -> None:
+    """Raise a ValueError if the optimizer's state cannot be loaded in the layout of a command line.
+
+    At another TP or PP Megatron's `load_checkpoint` raises, at another EP or ETP the state has other keys.
+    """
+    if (
+        state.sharding not in _BY_RANK
+        or state.args.get("no_save_optim")
+        or "--use-distributed-optimizer" not in words
+        or any(option in words for option in ("--finetune", "--no-load-optim"))
+    ):
+        return
+    before, now, changed = {"": "1"}, {"": "1"}, []
+    for name, option, default in _MODEL_PARALLEL:
+        stored, given = state.args.get(option.replace("-", "_")), option_value(words, f"--{option}")
+        before[name], now[name] = str(stored or before[default]), given or now[default]
+        changed += [name] * (before[name] != now[name])
+    if not changed:
+        return
+    old, new = (" ".join(f"{name}={each[name]}" for name in changed) for each in (before, now))
+    raise ValueError(
+        f"step {step} was saved at {old}, with an optimizer state that loads only there, not at {new}: "
+        f"resume at {old}, or give --no-load-optim to start the optimizer anew; a run that is saved with "
+        "--dist-ckpt-optim-fully-reshardable can change its layout"
     )
 
 

@@ -208,6 +208,9 @@ class RunManifest:
                     f"{new[part].get('name', 'this one')} ({details}): choose another --output"
                 )
             was = "another " + _TITLES[part]
+            data = _changed(self.parts.get("data", {}), new["data"]) if "data" in only else {}
+            if part == "tokenizer" and data:  # of one cause: another or no --text
+                was, details = f"{was} and data set", f"{details}; {record.details(data)}"
             if part == "precision" and precision_name(old) != precision_name(new[part]):
                 was = f"{precision_name(old)}, not {precision_name(new[part])}"
             if part == "teacher" and old.get("name") != new[part].get("name"):

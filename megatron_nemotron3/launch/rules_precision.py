@@ -26,6 +26,8 @@ from megatron_nemotron3.precision.formats import (
 from megatron_nemotron3.precision.table import kind_named
 
 _TE = "Transformer Engine's quantizers; megatron/core/fp4_utils.py"
+#: Cure of what a GPU cannot compute.
+_EMULATION = "--emulate (in Python emulate=True)"
 
 
 @lru_cache(maxsize=1024)  # rules and a search for layouts ask for the same ones again and again
@@ -83,7 +85,7 @@ def _hardware_message(c: Launch) -> str:
     return (
         f"{c.precision} training requires a GPU of compute capability {_format(c).needs}; this one has "
         f"{capability_text(capability)}: use precision {either(runnable(capability))}"
-        + (", or emulate=True with backend torch" if _format(c).emulated else "")
+        + (f", or {_EMULATION} with backend torch" if _format(c).emulated else "")
     )
 
 
@@ -122,7 +124,7 @@ PRECISION_RULES: tuple[Rule, ...] = (
         lambda c: c.te_precision_config_file and c.backend == "torch" and not c.quantized,
         lambda c: (
             f"a precision file has no effect in {c.precision} on the torch backend: drop it, or emulate its "
-            "formats (--precision nvfp4 --emulate; in Python precision='nvfp4', emulate=True)"
+            f"formats with precision nvfp4 and {_EMULATION}"
         ),
         "this package",
     ),
@@ -176,7 +178,7 @@ PRECISION_RULES: tuple[Rule, ...] = (
         lambda c: c.quantized and _format(c).kind == "fp8" and c.backend == "torch" and not c.emulate,
         lambda c: (
             f"{c.precision} GEMMs exist only in Transformer Engine: use backend te, or "
-            + ("emulate=True" if _format(c).emulated else "precision bf16")
+            + (_EMULATION if _format(c).emulated else "precision bf16")
         ),
         CONFIG,
     ),
@@ -210,7 +212,7 @@ PRECISION_RULES: tuple[Rule, ...] = (
         lambda c: c.precision == NVFP4 and c.backend == "torch" and not c.emulate,
         lambda c: (
             "FP4 GEMMs exist only in Transformer Engine, and Megatron's parser refuses --fp4-format "
-            "without it: use backend te, or emulate=True"
+            f"without it: use backend te, or {_EMULATION}"
         ),
         ARGUMENTS,
     ),

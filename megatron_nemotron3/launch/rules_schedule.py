@@ -137,8 +137,8 @@ SCHEDULE_RULES: tuple[Rule, ...] = (
         "schedule-unknown",
         lambda c: c.schedule is not None and _unknown(c),
         lambda c: (
-            f"{c.config.name}: no source states {', '.join(_unknown(c))}, so no such option is emitted: "
-            "set the values in the schedule or append Megatron's options"
+            f"{c.config.name}: the schedule has no {', '.join(_unknown(c))}, so no such option is emitted: "
+            "take --schedule published where it has them, or append Megatron's options"
         ),
         "schedule.published",
         "warning",

@@ -30,6 +30,7 @@ from megatron_nemotron3.layers.context_parallel import borders_of, gathered
 from megatron_nemotron3.train import fine_tuning
 from megatron_nemotron3.train.build import model_provider
 from megatron_nemotron3.train.data.packing import PackedConversations, conversation_multiple
+from megatron_nemotron3.train.inputs import MEANS
 
 #: Losses and tokens of a conversation.
 Total = tuple[float, int]
@@ -43,7 +44,7 @@ def _arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def _forward(iterator: Iterator[Any], model: Any) -> tuple[Any, Any]:
     cp, rank = mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank()
-    given = fine_tuning.inputs(next(iterator), fine_tuning.MEANS[0], cp, rank)
+    given = fine_tuning.inputs(next(iterator), MEANS[0], cp, rank)
     return fine_tuning.forward(model, given), partial(_totals, given)
 
 

@@ -135,7 +135,7 @@ def _rows(config: Nemotron3Config, precision: str) -> Iterator[tuple[str, str, s
     ends = [f"{a}-{b - 1}" for a, b in ((0, body.start), (body.stop, config.num_layers)) if a < b]
     if ends:
         why = "needed for stable training (arXiv 2509.25149, E)" if quantized else ""
-        yield f"all linears of layers {', '.join(ends)}", BF16, why
+        yield f"all linears of layers {', '.join(ends)} (from 0)", BF16, why
     for kind in NEVER:
         if kind.layer in ("", *config.pattern):
             yield _modules_text(kind), kind.recipe, kind.why

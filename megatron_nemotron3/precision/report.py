@@ -132,7 +132,8 @@ def summary(rows: Sequence[ReportRow]) -> Iterator[str]:
     groups = [group for group in _rows_by_tensor(now) if group[0].tensor != GRADIENT]
     yield (
         f"precision at iteration {iterations[-1]} ({len(iterations)} measured from {iterations[0]} on), "
-        f"{'as computed' if now[0].used else 'as NVFP4 would compute'}: median layer, worst layer"
+        f"{'as computed' if now[0].used else 'as NVFP4 would compute'}: median layer, worst layer; "
+        "layer_001 is decoder.layers.0"
     )
     head = ("module", "format", "tensor", "flushed to zero", "", "SQNR, dB", "", "largest |x|")
     yield from (f"  {line}" for line in table([head, *map(_summary_cells, groups)]))

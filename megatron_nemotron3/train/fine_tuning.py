@@ -34,18 +34,12 @@ from megatron_nemotron3.train.data.packing import (
     epoch_order,
     pack_arguments,
 )
-from megatron_nemotron3.train.inputs import MEANS
+from megatron_nemotron3.train.inputs import parse_mean
 
 Sample = dict[str, Any]
 
 
-def _parse_mean(text: str) -> str:
-    if text and text not in MEANS:
-        raise ValueError(f"{SFT_MEAN}={text!r}: use {' or '.join(MEANS)}")
-    return text or MEANS[0]
-
-
-MEAN = EnvironmentSetting(SFT_MEAN, _parse_mean)
+MEAN = EnvironmentSetting(SFT_MEAN, parse_mean)
 
 
 def problem(args: Any) -> str | None:
@@ -205,7 +199,8 @@ def reported(
         return torch.stack([loss, divisor.to(loss.dtype)])
 
     numbers = [""] if len(divergences) == 1 else [f" {i}" for i in range(1, len(divergences) + 1)]
-    found = {f"divergence{number}": total(one) for number, one in zip(numbers, divergences)}
+    # Rounding makes that of equal models negative, and Megatron prints no value below 0.
+    found = {f"divergence{number}": total(one).clamp(min=0) for number, one in zip(numbers, divergences)}
     return {"lm loss": total(entropy), **found}
 
 

@@ -102,6 +102,7 @@ def require_inputs(options: argparse.Namespace) -> None:
         _require_source(options, "--conversations", ("text", "max_bytes", "data_path"))
         require_conversation_files(options.conversations)
         reading(options)
+        mean(options)
         if options.micro_batch_size not in (None, 1):
             raise ValueError(
                 f"--micro-batch-size {options.micro_batch_size}: conversations are packed into rows; give 1, "
@@ -158,11 +159,28 @@ def reading(options: Any) -> Reading:
     return given
 
 
+def mean(options: Any) -> str:
+    """The value of --mean, else of NEMOTRON3_SFT_MEAN, checked."""
+    variable = (given := os.environ.get(SFT_MEAN, "")) and parse_mean(given)
+    if options.mean and variable and options.mean != variable:
+        raise ValueError(
+            f"{SFT_MEAN}={variable} is set, and given is --mean {options.mean}: unset it or give the same"
+        )
+    return options.mean or variable or MEANS[0]
+
+
+def parse_mean(text: str) -> str:
+    """Parse a value of NEMOTRON3_SFT_MEAN; raise ValueError if it is unknown."""
+    if text and text not in MEANS:
+        raise ValueError(f"{SFT_MEAN}={text!r}: use {' or '.join(MEANS)}")
+    return text or MEANS[0]
+
+
 def variables_of(options: TrainOptions) -> dict[str, str]:
     """What the environment tells the training processes about conversations."""
     if not options.conversations:
         return {}
-    return {SFT_MEAN: options.mean or MEANS[0], CONVERSATIONS: reading(options).text()}
+    return {SFT_MEAN: mean(options), CONVERSATIONS: reading(options).text()}
 
 
 def require_no_reading(options: Any) -> None:

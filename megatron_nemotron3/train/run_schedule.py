@@ -1,12 +1,22 @@
-"""The schedule on which a run goes on from a checkpoint."""
+"""What a run goes on from: the state of a checkpoint, and its schedule."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
-from megatron_nemotron3.checkpoints.state import StoredState
+from megatron_nemotron3.checkpoints.folders import checkpoint_path
+from megatron_nemotron3.checkpoints.state import StoredState, stored_state
 from megatron_nemotron3.launch import Launch, continued, flags, to_argv
+
+
+def loadable_state(checkpoints: Path, step: int, launch: Launch) -> StoredState | None:
+    """Return what a checkpoint states; raise ValueError if the launch cannot load its optimizer."""
+    stored = stored_state(checkpoint_path(checkpoints, step))
+    if stored is not None:
+        continued.require_loadable_layout(step, stored, to_argv(flags(launch)))
+    return stored
 
 
 def last_step(launch: Launch) -> int | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_nemotron3.checkpoints import folders, resume
 from megatron_nemotron3.checkpoints.convert.origin import keep_origin
-from megatron_nemotron3.checkpoints.state import StoredState, stored_state
+from megatron_nemotron3.checkpoints.state import StoredState
 from megatron_nemotron3.common import lock, switches
 from megatron_nemotron3.common.config_file import FILE as CONFIG_FILE
 from megatron_nemotron3.common.files import write_text
@@ -49,7 +49,7 @@ from megatron_nemotron3.train.inputs import (
 from megatron_nemotron3.train.isolation import ISOLATION_OPTIONS
 from megatron_nemotron3.train.monitor import events
 from megatron_nemotron3.train.progress import TrainProgress
-from megatron_nemotron3.train.run_schedule import last_step, with_schedule
+from megatron_nemotron3.train.run_schedule import last_step, loadable_state, with_schedule
 from megatron_nemotron3.train.teacher import settings as distillation
 from megatron_nemotron3.train.teacher.check import check as check_teacher
 from megatron_nemotron3.train.teacher.check import record_of
@@ -178,7 +178,7 @@ def _train_alone(request: TrainRequest, launch: Launch, key: str, started: float
     for leftover in resume.remove_incomplete(request.checkpoints):
         print(f"removed {leftover}: its save was interrupted")
     begun = folders.latest_iteration(request.checkpoints)
-    stored = None if begun is None else stored_state(folders.checkpoint_path(request.checkpoints, begun))
+    stored = None if begun is None else loadable_state(request.checkpoints, begun, launch)
     to_write = {}
     if request.precision_file and not given.te_precision_config_file:
         to_write[request.precision_file] = yaml_file.render(launch.config).encode()

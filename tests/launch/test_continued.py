@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from megatron_nemotron3.checkpoints.state import StoredState
 from megatron_nemotron3.launch.continued import (
     KEEP,
     OVERRIDE,
@@ -17,6 +18,7 @@ from megatron_nemotron3.launch.continued import (
     Schedule,
     continued,
     differences,
+    require_loadable_layout,
     saved_schedule,
     schedule_of_arguments,
 )
@@ -195,6 +197,33 @@ def test_other_rates_are_refused() -> None:
     assert wanted is not None
     with pytest.raises(ValueError, match=r"trained with --lr 0.004 .* with --lr 0.002"):
         continued(_saved(begun, words, 3), wanted)
+
+
+def test_another_layout_of_an_optimizer_without_names_is_refused() -> None:
+    """Megatron ends in a RuntimeError when all ranks have started."""
+    sizes = {"tensor_model": 2, "pipeline_model": 1, "expert_tensor": 2}
+    saved = {f"{name}_parallel_size": size for name, size in sizes.items()}
+    by_rank = StoredState(saved, {}, "dp_reshardable")
+
+    def words(tp: int, pp: int, *more: str) -> list[str]:
+        given = ["--tensor-model-parallel-size", str(tp), "--pipeline-model-parallel-size", str(pp)]
+        return [*given, "--use-distributed-optimizer", *more]
+
+    for other, old, new in (
+        (words(1, 1), "TP=2 ETP=2", "TP=1 ETP=1"),
+        (words(2, 2), "PP=1", "PP=2"),
+        (words(2, 1, "--expert-model-parallel-size", "8"), "EP=1", "EP=8"),
+        (words(2, 1, "--expert-tensor-parallel-size", "1"), "ETP=2", "ETP=1"),
+        (["--use-distributed-optimizer"], "TP=2 ETP=2", "TP=1 ETP=1"),
+    ):
+        with pytest.raises(ValueError, match=f"step 7 was saved at {old}, .*not at {new}: .*--no-load-optim"):
+            require_loadable_layout(7, by_rank, other)
+    for same in (words(2, 1), words(4, 1, "--no-load-optim"), words(1, 1, "--finetune"), words(4, 1)[:-1]):
+        require_loadable_layout(7, by_rank, same)
+    require_loadable_layout(7, StoredState(saved, {}, "fully_reshardable"), words(4, 1))
+    none_saved = StoredState({**saved, "no_save_optim": True}, {}, "dp_reshardable")
+    require_loadable_layout(7, none_saved, words(4, 1))
+    require_loadable_layout(7, StoredState(saved, {}), words(4, 1))
 
 
 @pytest.mark.parametrize(

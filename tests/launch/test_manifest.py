@@ -117,6 +117,9 @@ def test_mtp_tokenizer_and_data(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"another tokenizer .*--change tokenizer"):
         found.require_same(parts(), 3, (), ALL, {})
     (tmp_path / "a.bin").write_bytes(b"1" * 12)
+    both = r"another tokenizer and data set \(.*; data-path a\(10\+4 bytes\) -> a\(12\+4"
+    with pytest.raises(ValueError, match=both):
+        found.require_same(parts(), 3, (), ALL, {})
     with pytest.raises(
         ValueError, match=r"another data set \(data-path a\(10\+4 bytes\) -> a\(12\+4 bytes\)"
     ):

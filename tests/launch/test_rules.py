@@ -61,7 +61,7 @@ VIOLATED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "quantized-hardware": (
         {"precision": "mxfp8", "backend": "te", "compute_capability": (9, 0)},
-        r"mxfp8 .* 10\.0 or 10\.3; this one has 9\.0: use precision fp8-tensorwise, .*, or emulate=True",
+        r"mxfp8 .* 10\.0 or 10\.3; this one has 9\.0: use precision fp8-tensorwise, .*, or --emulate",
     ),
     "emulate-other": (
         {"precision": "bf16", "backend": "te", "emulate": True},

@@ -35,7 +35,7 @@ def test_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     torch, train = [*FLAGS, "--backend", "torch"], ["train", "super", "--tiny", "--device", "cpu"]
     fp8 = ["flags", "nano", "--tiny", "--precision", "fp8-tensorwise", "--backend", "torch", "--emulate"]
     for value, words, message in (
-        (None, torch, "use backend te, or emulate=True"),
+        (None, torch, "use backend te, or --emulate"),
         ("mxfp8", [*torch, "--emulate"], "asks for nvfp4 on backend torch and emulates mxfp8: use precision"),
         (None, fp8, "asks for fp8-tensorwise on backend torch and emulates nvfp4"),
         ("nvfp4", FLAGS, "is set: pass --precision nvfp4 --emulate or unset it"),

@@ -57,6 +57,16 @@ def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
+def test_another_layout_is_refused_before_anything_starts(
+    trained: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(trained, output := tmp_path / "run")
+    before = {path: path.read_bytes() for path in output.iterdir() if path.is_file()}
+    assert _train(output, text, "--steps", "8", "--tp", "2") == 2
+    assert "step 6 was saved at TP=1, with an optimizer state that" in capsys.readouterr().err
+    assert before == {path: path.read_bytes() for path in output.iterdir() if path.is_file()}
+
+
 def test_six_steps_then_eight_then_fewer(
     trained: Path,
     text: Path,

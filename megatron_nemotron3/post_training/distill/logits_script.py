@@ -31,6 +31,7 @@ from megatron_nemotron3.post_training.distill.teacher import load_teacher
 from megatron_nemotron3.post_training.distill.topk import draw_quantiles, most_probable
 from megatron_nemotron3.train import fine_tuning
 from megatron_nemotron3.train.build import model_provider
+from megatron_nemotron3.train.inputs import MEANS
 from megatron_nemotron3.train.pretrain_script import conversations_provider, datasets_provider, get_batch
 from megatron_nemotron3.train.teacher.settings import read_manifest
 
@@ -39,7 +40,7 @@ def _forward(sft: bool, entries: int, manifest: Any, iterator: Iterator[Any], mo
     """Logits of a micro-batch on the last stage, and what makes its rows of them."""
     if sft:
         cp, rank = mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank()
-        given = fine_tuning.inputs(next(iterator), fine_tuning.MEANS[0], cp, rank)
+        given = fine_tuning.inputs(next(iterator), MEANS[0], cp, rank)
         batch: dict[str, Any] = given.tensors
         more = {"packed_seq_params": given.packed, "padding_mask": batch["padding"]}
     else:

@@ -280,14 +280,18 @@ def test_a_projection_that_is_missing(logits: list[str], tmp_path: Path, capsys:
 @pytest.mark.full
 def test_a_model_learns_from_itself(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The teacher has the weights before packing: without packing there is nothing to learn, with it there
-    is. What was trained is packed with the same recipe, and comes back."""
+    is. What was trained is packed with the same recipe, and comes back.
+
+    Megatron sorts a token's experts only with gradients, which the teacher has not: their scores are added in
+    another order, and an expert's weight can differ by a rounding, of FP32 here. The divergence is of second
+    order in it."""
     base, plain, packed = (tmp_path / name for name in ("base", "plain", "packed"))
     train("super", text, base, "--precision", "bf16")
     itself = ("--pretrained", str(base), "--teacher", str(base))
-    assert train("super", text, plain, *itself, "--precision", "bf16").values["divergence"] == 0
+    assert train("super", text, plain, *itself).values["divergence"] < 1e-9
     monkeypatch.setenv(EMULATE, "super-nvfp4")
     first = train("super", text, packed, *itself, "--emulate")
-    assert 0 < first.values["divergence"] < 0.1
+    assert 1e-5 < first.values["divergence"] < 0.1
     assert "have the weights of super-nvfp4" in (packed / "train.log").read_text()
     assert not (packed / "precision.yaml").exists()
     monkeypatch.delenv(EMULATE)

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from megatron_nemotron3.common.switches import CONVERSATIONS
+from megatron_nemotron3.common.switches import CONVERSATIONS, SFT_MEAN
 from megatron_nemotron3.train.data import forms, packing, train_tokenizer, workers
 from megatron_nemotron3.train.data.conversations import Encoder, Reading, read_conversations
 from megatron_nemotron3.train.data.forms import LINE, Findings, read_rows
 from megatron_nemotron3.train.data.packing import PackedConversations, first_fit
-from megatron_nemotron3.train.inputs import reading, variables_of
+from megatron_nemotron3.train.inputs import mean, reading, variables_of
 
 TURNS = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
@@ -434,6 +434,23 @@ def test_the_environment_counts_where_no_option_says_more(monkeypatch: pytest.Mo
         monkeypatch.setenv(CONVERSATIONS, wrong)
         with pytest.raises(ValueError, match="^[^\n]*: give [^\n]*$"):
             reading(options())
+
+
+def test_the_mean_of_the_environment_counts_where_no_option_says_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def found(given: str | None) -> str:
+        return mean(SimpleNamespace(mean=given))
+
+    monkeypatch.delenv(SFT_MEAN, raising=False)
+    assert (found(None), found("conversations")) == ("tokens", "conversations")
+    monkeypatch.setenv(SFT_MEAN, "conversations")
+    assert found(None) == found("conversations") == "conversations"
+    with pytest.raises(ValueError, match="SFT_MEAN=conversations is set, and given is --mean tokens: unset"):
+        found("tokens")
+    monkeypatch.setenv(SFT_MEAN, "rows")
+    with pytest.raises(ValueError, match="SFT_MEAN='rows': use tokens or conversations"):
+        found(None)
 
 
 def test_first_fit() -> None:
