@@ -97,6 +97,7 @@ def test_trains(script: Path, name: str) -> None:
             assert step.mtp == pytest.approx(other[number].mtp, rel=3e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_resuming_the_distributed_optimizer_changes_nothing(script: Path, tmp_path: Path) -> None:
     """Upstream cannot resume it with torch's Adam; the shim mends that (cpu/megatron.py)."""

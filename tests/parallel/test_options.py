@@ -68,14 +68,12 @@ OPTIONS: dict[str, Layout] = {
 }
 
 
-#: Runs in `make test` beside those that `quick` names: weights, gradients
-#: and optimizer divided, with experts. Nano in parallel: test_resharding.py.
-QUICK = ("FSDP optim_grads_params, EP",)
+#: `quick` names what runs in `make test`. Nano in parallel: test_resharding.py.
 ROWS = [
     pytest.param(model, row, id=f"{model}-{name}", marks=() if quick else pytest.mark.full)
     for name, row in (LAYOUTS | OPTIONS).items()
     for model in row.models
-    for quick in [name in QUICK or model in row.quick]
+    for quick in [model in row.quick]
 ]
 
 

@@ -110,7 +110,8 @@ def test_the_script_refuses_other_options(change: dict[str, object], message: st
     assert said is None if message is None else message in str(said)
 
 
-@pytest.mark.parametrize("mean", ["tokens", pytest.param("conversations", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("mean", ["tokens", "conversations"])
 def test_held_out_loss_falls(
     inputs: list[str],
     tmp_path: Path,

@@ -29,7 +29,6 @@ LAYOUTS = {
     "pp2-vpp2": ParallelLayout(pp=2, vpp=2),
     "dp4-ep2": ParallelLayout(dp=4, ep=2),
 }
-QUICK = ("tp2-ep2",)
 SEQUENCES, LENGTH = 8, 128
 
 
@@ -61,10 +60,7 @@ def counted(case: Case) -> tuple[dict[Any, int], dict[str, tuple[int, ...]], int
 @pytest.mark.parametrize(
     ("name", "config"),
     [
-        *(
-            pytest.param(name, CONFIG, id=name, marks=() if name in QUICK else pytest.mark.full)
-            for name in LAYOUTS
-        ),
+        *(pytest.param(name, CONFIG, id=name, marks=pytest.mark.full) for name in LAYOUTS),
         pytest.param("tp2", DENSE, id="dense", marks=pytest.mark.full),
     ],
 )

@@ -40,7 +40,6 @@ LAYOUTS = {
 }
 #: Sums in another order move the last digits.
 RTOL = 2e-5
-QUICK = ("tp2-ep2",)
 
 
 def argv(layout: ParallelLayout, extra: tuple[str, ...], steps: int = STEPS, **data: object) -> list[str]:
@@ -97,9 +96,8 @@ def monitored(history: events.History) -> dict[str, dict[int, float]]:
     return {tag: dict(points) for tag, points in history.items() if tag.split("/")[0] in {*KINDS, "monitor"}}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.full) for n in LAYOUTS if n != "one"]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", [n for n in LAYOUTS if n != "one"])
 def test_every_layout_reports_what_one_process_does(name: str) -> None:
     """All values of a layout are those of one process."""
     lines, history = run(name)
