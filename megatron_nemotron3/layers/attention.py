@@ -30,6 +30,7 @@ from megatron_nemotron3.layers.context_parallel import (
     pack_positions,
     query_pieces,
 )
+from megatron_nemotron3.layers.functional import attention_of_any_length
 from megatron_nemotron3.precision.settings import library_kernels_enabled
 
 try:
@@ -85,7 +86,8 @@ class TorchCoreAttention(MegatronModule):
         if attention_bias is not None:
             raise ValueError("attention_bias: models of this family have none, and it is not supported")
         if packed_seq_params is not None:
-            return self._packed(query, key, value, packed_seq_params)
+            with attention_of_any_length(query.device):
+                return self._packed(query, key, value, packed_seq_params)
         cp = self.cp_group.size()
         if cp > 1:  # gathers keys and values, which are small (2 KV heads)
             positions = gathered_positions([0, query.shape[0] * cp], cp, query.device)

@@ -1,4 +1,4 @@
-"""RMS norms and squared ReLU in memory-saving forms. Plain torch.
+"""RMS norms and squared ReLU in memory-saving forms; kernels of attention. Plain torch.
 
     rms_norm                y = x / rms(x) * weight
     gated_group_rms_norm    u = x * silu(z);  y = u / rms(u over each group of channels) * weight
@@ -12,6 +12,7 @@ once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 #: Elements of x per block on CPU; 1 MiB in FP32, so that the chain of operations stays in cache.
 BLOCK_ELEMENTS = 2**18
@@ -29,6 +31,12 @@ Place = Callable[[], Tensor] | None
 def accumulation_dtype(x: Tensor) -> torch.dtype:
     """dtype of sums, decays and statistics: FP64 if x is FP64, else FP32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def attention_of_any_length(device: torch.device) -> AbstractContextManager[None]:
+    """On a GPU without cuDNN, which builds a graph for every new length: 40 to 70 ms, and torch keeps it."""
+    kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return sdpa_kernel(kernels) if device.type == "cuda" else nullcontext()
 
 
 class JoinedGradient:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_nemotron3.layers import conv, grouped, ssd
-from megatron_nemotron3.layers.attention import _flash_packed
+from megatron_nemotron3.layers.attention import TorchCoreAttention, _flash_packed
+from megatron_nemotron3.precision.settings import gpu_kernels
 from tests.layers.test_fewer_waits import check_flash_packed
 from tests.precision.test_triton_grouped import check_rows, check_weights
+from tests.support.gpu_world import attention_kernels, world
 from tests.support.kernel_checks import (
     CONVOLUTIONS,
     SCANS,
@@ -17,6 +21,7 @@ from tests.support.kernel_checks import (
     check_grouped,
     check_scan,
 )
+from tests.support.models import hybrid_config
 
 pytestmark = [
     pytest.mark.gpu,
@@ -95,6 +100,22 @@ def test_packed_attention(borders):
     """Flash attention of all documents with their borders on the device against one product a document, with
     2 KV heads; tokens after the last border form a document."""
     check_flash_packed(_flash_packed, borders, 200, heads=8, kv_heads=2, width=128, device="cuda")
+
+
+@pytest.mark.parametrize("borders", [[0, 70, 200], [0, 70, 171, 200]])
+def test_attention_of_documents_one_by_one(borders):
+    """The same without library kernels; and no kernel that torch builds anew for every length."""
+    with world("cuda"), gpu_kernels(False):
+        config = hybrid_config("*", kv_channels=128)
+        layer = TorchCoreAttention(config, 1, AttnMaskType.causal, "self")
+
+        def form(q, k, v, borders, scale):
+            packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=borders, cu_seqlens_kv=borders)
+            return layer(q, k, v, packed_seq_params=packed).view_as(q)
+
+        with attention_kernels() as kernels:
+            check_flash_packed(form, borders, 200, heads=8, kv_heads=2, width=128, device="cuda")
+    assert kernels and not any("cudnn" in name for name in kernels)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

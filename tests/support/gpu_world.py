@@ -1,4 +1,4 @@
-"""Process groups of a single rank on either device, and a counter of host waits."""
+"""Process groups of a single rank on either device, a counter of host waits, kernels of attention."""
 
 from __future__ import annotations
 
@@ -120,3 +120,14 @@ def _waits_if_on_cuda(function: Callable[[], Any]) -> int:
     with Counter() as counter:
         function()
     return counter.waits
+
+
+@contextmanager
+def attention_kernels() -> Iterator[list[str]]:
+    """The names of the attention operations that torch chooses; complete at the end."""
+    from torch.profiler import ProfilerActivity, profile
+
+    names: list[str] = []
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        yield names
+    names += [event.name for event in profiled.events() if "attention" in event.name]

@@ -44,10 +44,9 @@ def attend(q: Tensor, cache: Tensor, run: ForwardBatch) -> Tensor:
         mask = run.mask((0, 1), run.end, 1, q.dtype)
         return F.scaled_dot_product_attention(q.squeeze(1), keys, values, attn_mask=mask).reshape(run.b, -1)
     q = q.permute(0, 2, 3, 1, 4)
-    fits = run.mask_fits(q.shape[2])
-    if not fits and q.is_cuda and run.start is not None and q.dtype.itemsize == 2:
+    if q.is_cuda and run.start is not None and q.dtype.itemsize == 2:
         y = by_causal_kernel(q, cache, run)
-    elif fits or q.device.type != "cpu":
+    elif q.is_cuda or run.mask_fits(q.shape[2]):
         y = by_tile(q, cache, run)
     else:
         y = by_row(q, cache, run)

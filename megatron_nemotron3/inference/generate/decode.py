@@ -22,6 +22,7 @@ from megatron_nemotron3.inference.generate.attention import KVCache, attend
 from megatron_nemotron3.inference.generate.batch import ForwardBatch
 from megatron_nemotron3.inference.generate.experts import DecodeLinear, Experts
 from megatron_nemotron3.inference.generate.scan import MambaPass, MambaState, Recurrence
+from megatron_nemotron3.layers.functional import attention_of_any_length
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.config import GATED_NORM_EPSILON
 from megatron_nemotron3.models.definition import Definition, Forward
@@ -227,13 +228,13 @@ class Decode(Definition):
         return x.mul_(x)
 
     def attention(self, name: str, c: Nemotron3Config, u: Tensor, run: Forward) -> Tensor:
-        """Attention over the KV cache: u [b * n, d] -> [b * n, d]."""
+        """Attention over the KV cache, q, k and v in one product: u [b * n, d] -> [b * n, d]."""
         assert isinstance(run, ForwardBatch) and run.state is not None
         b, n, heads, groups = run.b, run.n, c.num_attention_heads, c.num_query_groups
-        # With q, k and v in one product.
         qkv = self.linear(u, name + "q_proj.weight").view(b, n, heads + 2 * groups, -1)
         cache = run.state[name].append(qkv[:, :, heads:].view(b, n, 2, groups, -1), run)
-        y = attend(qkv[:, :, :heads].view(b, n, groups, heads // groups, -1), cache, run)
+        with attention_of_any_length(self.device):
+            y = attend(qkv[:, :, :heads].view(b, n, groups, heads // groups, -1), cache, run)
         return self.linear(y, name + "o_proj.weight")
 
     def recurrence(self, name: str, c: Nemotron3Config, xbc: Tensor, dt: Tensor, run: Forward) -> Tensor:

@@ -9,9 +9,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_nemotron3.inference.generate import batch as batch_module
-from megatron_nemotron3.inference.generate.attention import by_causal_kernel, by_row, by_tile
+from megatron_nemotron3.inference.generate.attention import attend, by_causal_kernel, by_row, by_tile
 from megatron_nemotron3.inference.generate.batch import ForwardBatch
+from megatron_nemotron3.inference.generate.decode import Decode
+from megatron_nemotron3.inference.generate.engine import Engine
 from megatron_nemotron3.models import get
+from tests.support.engines import tensors
+from tests.support.gpu_world import attention_kernels
 
 CPU = torch.device("cpu")
 
@@ -66,3 +70,29 @@ def test_the_causal_kernel_on_a_gpu(lengths: list[int]) -> None:
     expected = one_by_one(q.float(), cache.float(), lengths)
     # The result and the weights are rounded to BF16 (eps 2^-7).
     assert (found.float() - expected).norm() <= 2.0**-7 * expected.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("lengths", [[300], [300, 41]])
+def test_few_queries_on_a_gpu(lengths: list[int], n: int) -> None:
+    """As above, also in rows of different lengths."""
+    q = torch.randn(len(lengths), n, 2, 16, 128, device="cuda").bfloat16()
+    cache = torch.randn(len(lengths), 2, 2, max(lengths) + n + 3, 128, device="cuda").bfloat16()
+    found = attend(q, cache, ForwardBatch(lengths, n, None, q.device))
+    expected = one_by_one(q.permute(0, 2, 3, 1, 4).float(), cache.float(), lengths)
+    assert (found.float() - expected.reshape(found.shape)).norm() <= 2.0**-7 * expected.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_no_kernel_is_built_for_every_length() -> None:
+    config = get("nano-tiny").but(kv_channels=128)
+    read = {name: tensor.cuda() for name, tensor in tensors(config).items()}.__getitem__
+    engine = Engine(Decode(config, read, torch.bfloat16, "cuda"))
+    state, tokens = engine.new_state(), torch.arange(40, device="cuda")[None]
+    with attention_kernels() as kernels:
+        for n in (32, 1, 4):
+            engine.forward(tokens[:, :n], state)
+    assert kernels and not any("cudnn" in name for name in kernels)
