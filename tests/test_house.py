@@ -29,7 +29,7 @@ ROOMS = {
     "precision": 4300,
     "layers": 4340,
     "checkpoints": 11090,
-    "launch": 10370,
+    "launch": 10460,
     "boundary": 4330,
     "train": 9955,
     "specs": 260,
