@@ -40,7 +40,7 @@ from megatron_nemotron3.common.limits import ChildError
 from megatron_nemotron3.common.options import add_option, device_option
 from megatron_nemotron3.common.parser import OptionParser, fail, option_values, resolve_device
 from megatron_nemotron3.common.switches import BOOST, EMULATE, LOCK, LOG_PRECISION, MONITOR
-from megatron_nemotron3.launch import boosting, effects, manifest
+from megatron_nemotron3.launch import boosting, effects, gpu_start, manifest
 from megatron_nemotron3.launch.flag import take_options
 from megatron_nemotron3.launch.schedule import require_schedule
 from megatron_nemotron3.launch.stored_model import loaded
@@ -290,20 +290,25 @@ def _launch(given: RunArguments) -> None:
     from megatron_nemotron3.common.ranks import single_process_environment
 
     single_process_environment()
-    locks = prepare_folders(arguments, changes, emulated, teacher)
+
+    def announce(message: str) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"megatron_nemotron3: {message}", flush=True)
+
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    with failing(ValueError, OSError, ChildError):
+        gpu_start.require_attention_variables(arguments, os.environ)
+        if device != "cpu":
+            for note in gpu_start.require_gpu_packages(arguments, os.environ, int(os.environ["RANK"])):
+                announce(f"note: {note}")
+    locks = prepare_folders(arguments, changes, emulated, teacher)
 
     from megatron_nemotron3.cpu import cpu_mode, quiet_on_cpu
 
     if device == "cpu":
         quiet_on_cpu()
     require_supported_megatron()
-
-    def announce(message: str) -> None:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"megatron_nemotron3: {message}", flush=True)
-
     with locks, ExitStack() as stack:
         with processes.no_garbage_collection():
             stack.enter_context(cpu_mode(announce) if device == "cpu" else nullcontext())

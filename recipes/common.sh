@@ -52,13 +52,12 @@ environment() { # WORDS of nemotron3 flags...: what was published for GPU, or wh
         exports=$(python3 -m megatron_nemotron3 "$@" --environment 2> /dev/null) || exit 2
         names=$(sed -n 's/^export \([A-Z0-9_]*\)=.*/\1/p' <<< "$exports")
         eval "$exports"
-    else
+    else # without NVTE_FUSED_ATTN=0, which Megatron refuses unless --attention-backend says so
         export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
         export NVTE_FWD_LAYERNORM_SM_MARGIN=${NVTE_FWD_LAYERNORM_SM_MARGIN:-16}
         export NVTE_BWD_LAYERNORM_SM_MARGIN=${NVTE_BWD_LAYERNORM_SM_MARGIN:-16}
-        export NVTE_FUSED_ATTN=${NVTE_FUSED_ATTN:-0}
         export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
-        names="CUDA_DEVICE_MAX_CONNECTIONS NVTE_FWD_LAYERNORM_SM_MARGIN NVTE_BWD_LAYERNORM_SM_MARGIN NVTE_FUSED_ATTN
+        names="CUDA_DEVICE_MAX_CONNECTIONS NVTE_FWD_LAYERNORM_SM_MARGIN NVTE_BWD_LAYERNORM_SM_MARGIN
             PYTORCH_CUDA_ALLOC_CONF"
     fi
     for name in $names; do ENVIRONMENT+=("$name=${!name}"); done
