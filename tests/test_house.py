@@ -34,7 +34,7 @@ ROOMS = {
     "train": 9955,
     "specs": 260,
     "inference": 5690,
-    "post_training": 5780,
+    "post_training": 5785,
     "run": 360,
     "proof": 7460,
     "bridge": 340,
