@@ -240,7 +240,9 @@ def require_loadable_layout(step: int, state: StoredState, words: Sequence[str])
     for name, option, default in _MODEL_PARALLEL:
         stored, given = state.args.get(option.replace("-", "_")), option_value(words, f"--{option}")
         before[name], now[name] = str(stored or before[default]), given or now[default]
-        changed += [name] * (before[name] != now[name])
+        # Without experts their sizes mean nothing.
+        counts = "expert" not in option or bool(state.args.get("num_experts"))
+        changed += [name] * (counts and before[name] != now[name])
     if not changed:
         return
     old, new = (" ".join(f"{name}={each[name]}" for name in changed) for each in (before, now))

@@ -202,7 +202,8 @@ def test_other_rates_are_refused() -> None:
 def test_another_layout_of_an_optimizer_without_names_is_refused() -> None:
     """Megatron ends in a RuntimeError when all ranks have started."""
     sizes = {"tensor_model": 2, "pipeline_model": 1, "expert_tensor": 2}
-    saved = {f"{name}_parallel_size": size for name, size in sizes.items()}
+    dense = {f"{name}_parallel_size": size for name, size in sizes.items()}
+    saved = {**dense, "num_experts": 8}
     by_rank = StoredState(saved, {}, "dp_reshardable")
 
     def words(tp: int, pp: int, *more: str) -> list[str]:
@@ -224,6 +225,8 @@ def test_another_layout_of_an_optimizer_without_names_is_refused() -> None:
     none_saved = StoredState({**saved, "no_save_optim": True}, {}, "dp_reshardable")
     require_loadable_layout(7, none_saved, words(4, 1))
     require_loadable_layout(7, StoredState(saved, {}), words(4, 1))
+    etp1 = words(2, 1, "--expert-tensor-parallel-size", "1")
+    require_loadable_layout(7, StoredState(dense, {}, "dp_reshardable"), etp1)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from megatron_nemotron3 import cli
 from megatron_nemotron3.common import lock
 from megatron_nemotron3.common.options import from_arguments
-from megatron_nemotron3.common.switches import LORA
+from megatron_nemotron3.common.switches import LORA, SFT_MEAN
 from megatron_nemotron3.launch import Launch, ParallelLayout
 from megatron_nemotron3.launch.plan.hardware import RESERVE
 from megatron_nemotron3.launch.plan.state import require_divisible
@@ -249,6 +249,15 @@ def test_wrong_input_ends_before_anything_is_written(
 def test_wrong_words(words: list[str], message: str, tmp_path: Path, capsys: Capture) -> None:
     assert cli.main([*inputs(tmp_path), *words]) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "tuned").exists()
+
+
+def test_a_wrong_mean_ends_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setenv(SFT_MEAN, "rows")
+    assert cli.main(inputs(tmp_path)) == 2
+    assert "NEMOTRON3_SFT_MEAN='rows': use tokens or conversations" in capsys.readouterr().err
+    assert not (tmp_path / "tuned").exists()
 
 
 def test_experts_share_the_rank_of_their_adapters(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from megatron_nemotron3.checkpoints.remote import shown
 from megatron_nemotron3.common import record
 from megatron_nemotron3.common.files import json_outside, read_outside, write_json
 from megatron_nemotron3.common.output import Bar, count
+from megatron_nemotron3.common.switches import SFT_MEAN
 from megatron_nemotron3.launch import Launch, ParallelLayout
 from megatron_nemotron3.launch.command import chosen_layout
 from megatron_nemotron3.launch.plan.options import CostOptions
@@ -31,7 +33,7 @@ from megatron_nemotron3.post_training.steps import length_step, require_schedule
 from megatron_nemotron3.train.data.conversations import Conversation, Encoded, Encoder, Reading, parse_line
 from megatron_nemotron3.train.data.forms import read_rows
 from megatron_nemotron3.train.data.workers import worked
-from megatron_nemotron3.train.inputs import CONVERSATION_OPTIONS, reading
+from megatron_nemotron3.train.inputs import CONVERSATION_OPTIONS, parse_mean, reading
 from megatron_nemotron3.train.training import schedule_of
 
 #: Written first: what the folder is the work of.
@@ -130,7 +132,7 @@ def check(options: Any, lora: LoRASettings | None, source: Path, device: str = "
     require_tokenizer(tokenizer)
     length = options.seq_length or default_length(0, config, layout)
     require_possible(launch_of(options, config, layout, length, device), lora)
-    how = reading(options)
+    how, mean = reading(options), parse_mean(os.environ.get(SFT_MEAN, ""))
     lines = _lines(options.conversations, how.form)
     if options.held_out is not None:
         train, measured = lines, _lines(options.held_out, how.form)
@@ -153,6 +155,7 @@ def check(options: Any, lora: LoRASettings | None, source: Path, device: str = "
         "tokenizer": _digest(*(file.read_bytes() for file in files)),
         "chat_template": _digest(text.encode()) if text is not None else "",
         "reading": how.text(),
+        "mean": mean,
         "lora": lora.text() if lora is not None else "",
         "adapter_only": options.adapter_only,
         "mtp_from": str(options.mtp.mtp_from.resolve()) if options.mtp.mtp_from else "",
