@@ -41,6 +41,16 @@ def test_example(example: Path, tmp_path: Path) -> None:
     assert done.stdout and "Traceback" not in done.stderr
 
 
+@pytest.mark.full
+def test_weights_move_between_processes() -> None:
+    """The server computes what the trainer does, after each step."""
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "examples/refit.py"]
+    done = _run([sys.executable, *words], CUDA_VISIBLE_DEVICES="")
+    found = re.findall(r"step (\d): 493 tensors, .* (\S+)\n", done.stdout)
+    assert [step for step, _ in found] == ["0", "1", "2"], done.stderr[-2000:]
+    assert max(float(difference) for _, difference in found) < 1e-4
+
+
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.stem)
 def test_a_script_finds_its_checkout(script: Path, tmp_path: Path) -> None:
     """Without an installation, from another folder: the lines that extend the path are run."""
