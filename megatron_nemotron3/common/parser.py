@@ -36,6 +36,7 @@ OPTIONS = {
     "--resume": "--output (what its folder has goes on)",
     "--resume-from-checkpoint": "--output (what its folder has goes on)",
     "--save": "--output",
+    "--sequence-parallel": "--tp (of 2 or more turns it on)",
     "--tensor-model-parallel-size": "--tp",
     "--tensor-parallel-size": "--tp",
     "--train-iters": "--steps",
