@@ -5,13 +5,11 @@ Megatron finds it when it builds the model or reads the checkpoint, on every ran
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 from collections.abc import Mapping, MutableMapping, Sequence
-from pathlib import Path
 
 from megatron_nemotron3.common.parser import first_missing, option_value
-from megatron_nemotron3.launch import continued
+from megatron_nemotron3.launch import continued, versions
 
 #: What Megatron requires of these variables, where they are set, by --attention-backend.
 ATTENTION_VARIABLES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
@@ -42,12 +40,15 @@ def require_gpu_packages(words: Sequence[str], environment: MutableMapping[str, 
 
     Args:
         environment: of the run; Megatron's call of make is turned off in it where there is nothing to make.
-        rank: rank 0 reads what the checkpoint to load states.
+        rank: rank 0 makes the helper, and reads what the checkpoint to load states.
 
     Raises:
         ValueError: Megatron would end before the first step.
     """
-    _skip_make(environment)
+    if option_value(words, "--micro-batch-size") is None:  # without it Megatron's parser ends a training
+        return []
+    if rank == 0:
+        _skip_make(environment)
     fusion = "fused_weight_gradient_mlp_cuda"
     if "--no-gradient-accumulation-fusion" not in words and first_missing(fusion):
         raise ValueError(
@@ -70,10 +71,9 @@ def require_gpu_packages(words: Sequence[str], environment: MutableMapping[str, 
 
 def _skip_make(environment: MutableMapping[str, str]) -> None:
     """Megatron calls make for its dataset helper. PyPI's wheel has the helper compiled, and no Makefile."""
-    package = importlib.util.find_spec("megatron.core.datasets")
-    if package is None or package.origin is None:
+    if (core := versions.importable()) is None:
         return
-    folder = Path(package.origin).parent
+    folder = core / "datasets"
     if shutil.which("make") is None:
         raise ValueError("Megatron calls make at its start, and there is none: install it (apt install make)")
     if (folder / "Makefile").exists():

@@ -58,13 +58,13 @@ def require_supported() -> None:
     """
     if loaded := sys.modules.get("megatron.core"):
         minor(loaded.__version__)
-    elif (core := _importable()) and (version := version_in(core)):
+    elif (core := importable()) and (version := version_in(core)):
         minor(version)
 
 
 def require_imported(checkout: Path) -> None:
     """Check that Python would import a megatron-core of the version of a Megatron-LM checkout."""
-    core = _importable()
+    core = importable()
     if core is None:
         return
     theirs, ours = (version_in(folder, 2) for folder in (checkout / "megatron/core", core))
@@ -75,7 +75,7 @@ def require_imported(checkout: Path) -> None:
         )
 
 
-def _importable() -> Path | None:
+def importable() -> Path | None:
     """The folder of the megatron-core that Python would import."""
     found = importlib.util.find_spec("megatron.core") if importlib.util.find_spec("megatron") else None
     return Path(found.origin).parent if found and found.origin else None

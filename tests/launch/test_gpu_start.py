@@ -17,7 +17,8 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron_nemotron3.launch import gpu_start
 from megatron_nemotron3.launch.gpu_start import ATTENTION_VARIABLES, require_attention_variables
 
-PLAIN = ["--use-distributed-optimizer", "--no-gradient-accumulation-fusion"]
+TRAINING = ["--micro-batch-size", "1"]
+PLAIN = [*TRAINING, "--use-distributed-optimizer", "--no-gradient-accumulation-fusion"]
 
 
 @pytest.mark.parametrize("backend", [backend.name for backend in AttnBackend])
@@ -58,11 +59,11 @@ def test_make_of_the_dataset_helper(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     gpu_start._skip_make(environment)
     done = subprocess.run([sys.executable, "-c", call], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    package = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: package)
+    monkeypatch.setattr("megatron_nemotron3.launch.versions.importable", lambda: tmp_path)
+    (tmp_path / "datasets").mkdir()
     with pytest.raises(ValueError, match="no Makefile for Megatron's dataset helper, and no compiled one"):
         gpu_start._skip_make({})
-    (tmp_path / "Makefile").touch()
+    (tmp_path / "datasets/Makefile").touch()
     environment = {}
     gpu_start._skip_make(environment)
     assert not environment
@@ -77,8 +78,9 @@ def test_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     if any(gpu_start.first_missing(name) is None for name in ("transformer_engine", "apex")):
         pytest.skip("this environment has TransformerEngine or Apex")
     with pytest.raises(ValueError, match="needs fused_weight_gradient_mlp_cuda of Apex"):
-        gpu_start.require_gpu_packages(["--use-distributed-optimizer"], {}, 0)
-    assert gpu_start.require_gpu_packages(PLAIN[1:], {}, 0) == []
+        gpu_start.require_gpu_packages([*TRAINING, "--use-distributed-optimizer"], {}, 0)
+    assert gpu_start.require_gpu_packages([*TRAINING, PLAIN[-1]], {}, 0) == []
+    assert gpu_start.require_gpu_packages(["--of", "another script"], {}, 0) == []
     (note,) = gpu_start.require_gpu_packages(PLAIN, {}, 0)
     assert "cannot load the state of a distributed optimizer" in note
     stored: Any = (7, object())
