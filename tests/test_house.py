@@ -33,7 +33,7 @@ ROOMS = {
     "boundary": 4330,
     "train": 9955,
     "specs": 260,
-    "inference": 5690,
+    "inference": 5695,
     "post_training": 5785,
     "run": 360,
     "proof": 7460,
