@@ -34,7 +34,7 @@ def accumulation_dtype(x: Tensor) -> torch.dtype:
 
 
 def attention_of_any_length(device: torch.device) -> AbstractContextManager[None]:
-    """On a GPU without cuDNN, which builds a graph for every new length: 40 to 70 ms, and torch keeps it."""
+    """On a GPU without cuDNN, which builds a graph for every new length (tens of ms), and torch keeps it."""
     kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     return sdpa_kernel(kernels) if device.type == "cuda" else nullcontext()
 
