@@ -11,7 +11,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
@@ -20,7 +19,6 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_nemotron3.layers.context_parallel import (
     cu_seqlens,
@@ -30,7 +28,7 @@ from megatron_nemotron3.layers.context_parallel import (
     pack_positions,
     query_pieces,
 )
-from megatron_nemotron3.layers.functional import attention_of_any_length
+from megatron_nemotron3.layers.functional import attention_of_any_length, causal_attention
 from megatron_nemotron3.precision.settings import library_kernels_enabled
 
 try:
@@ -110,24 +108,8 @@ class TorchCoreAttention(MegatronModule):
         """Attention of [b, h, s, c] each, in which the last query sees the last key."""
         dropout = self.dropout if self.training else 0.0
         own_stream = dropout and not self.config.sequence_parallel
-        mask: Any = None
-        if q.shape[2] != k.shape[2]:
-            from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler: a second
-
-            # Flash attention needs no mask in memory. Modes that count or fake operations cannot make one.
-            with _disable_current_modes():
-                mask = causal_lower_right(q.shape[2], k.shape[2])
         with get_cuda_rng_tracker().fork() if own_stream else nullcontext():
-            return F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=mask,
-                is_causal=mask is None,
-                dropout_p=dropout,
-                scale=self.softmax_scale,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
+            return causal_attention(q, k, v, dropout_p=dropout, scale=self.softmax_scale)
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams) -> Tensor:
         """Attention of documents that follow each other along the token axis, each separately."""

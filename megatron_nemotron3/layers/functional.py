@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import _disable_current_modes
 
 #: Elements of x per block on CPU; 1 MiB in FP32, so that the chain of operations stays in cache.
 BLOCK_ELEMENTS = 2**18
@@ -37,6 +38,22 @@ def attention_of_any_length(device: torch.device) -> AbstractContextManager[None
     """On a GPU without cuDNN, which builds a graph for every new length (tens of ms), and torch keeps it."""
     kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     return sdpa_kernel(kernels) if device.type == "cuda" else nullcontext()
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Attention in which the last query sees the last key: q [b, h, n, c]; k, v [b, groups, s, c], s >= n.
+
+    `options`: of torch's scaled_dot_product_attention. No mask is in memory where a flash kernel takes it.
+    """
+    mask: Any = None
+    if q.shape[2] != k.shape[2]:
+        from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler: a second
+
+        with _disable_current_modes():  # those that count or fake operations cannot make one
+            mask = causal_lower_right(q.shape[2], k.shape[2])
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1], **options
+    )
 
 
 class JoinedGradient:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_nemotron3.inference.generate.batch import ForwardBatch
+from megatron_nemotron3.layers.functional import causal_attention
 
 
 class KVCache:
@@ -71,18 +71,9 @@ def by_tile(q: Tensor, cache: Tensor, run: ForwardBatch) -> Tensor:
 
 def by_causal_kernel(q: Tensor, cache: Tensor, run: ForwardBatch) -> Tensor:
     """As `by_tile` for rows of one length: the last query sees every key, and no mask is built."""
-    from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler: a second
-
     b, groups, per_group, n, c = q.shape
-    with _disable_current_modes():  # one that fakes operations cannot make it
-        mask = causal_lower_right(n, run.end)
-    y = F.scaled_dot_product_attention(
-        q.reshape(b, groups * per_group, n, c),
-        cache[:, 0, :, : run.end],
-        cache[:, 1, :, : run.end],
-        attn_mask=mask,
-        enable_gqa=True,
-    )
+    keys, values = cache[:, 0, :, : run.end], cache[:, 1, :, : run.end]
+    y = causal_attention(q.reshape(b, groups * per_group, n, c), keys, values)
     return y.view(b, groups, per_group, n, c).permute(0, 3, 1, 2, 4)
 
 
