@@ -8,6 +8,7 @@ from itertools import groupby
 
 from megatron_nemotron3.launch.explain import ExplainedOption, Explanation
 from megatron_nemotron3.launch.flag import SECTIONS
+from megatron_nemotron3.launch.gpu_start import ATTENTION_VARIABLES
 from megatron_nemotron3.launch.reference import NOT_PASSED
 
 #: Width of a line; a longer value stays whole.
@@ -38,10 +39,12 @@ def render(explanation: Explanation, full: bool = False) -> str:
     if explanation.notes:
         lines += ["", "notes"]
         for note in explanation.notes:
-            lines += _wrapped_lines(note, "  ", "  ")
+            lines += _wrapped_lines(note)
     if explanation.environment:
         lines += ["", "environment of the published launch"]
-        lines += _wrapped_lines(" ".join(explanation.environment), "  ", "  ")
+        lines += _wrapped_lines(" ".join(explanation.environment))
+        if refused := [one for one in explanation.environment if one.startswith(ATTENTION_VARIABLES)]:
+            lines += _wrapped_lines(f"leave out {' '.join(refused)}: Megatron sets it by --attention-backend")
     return "\n".join(lines)
 
 
@@ -96,7 +99,7 @@ def _difference_lines(setting: ExplainedOption) -> Iterator[str]:
         yield from _wrapped_lines(setting.why, "      ", "      ")
 
 
-def _wrapped_lines(line: str, first: str, rest: str) -> list[str]:
+def _wrapped_lines(line: str, first: str = "  ", rest: str = "  ") -> list[str]:
     return textwrap.wrap(
         line,
         WIDTH,

@@ -30,6 +30,7 @@ from megatron_nemotron3.launch.explain import (
     explain_nearest,
 )
 from megatron_nemotron3.launch.explain_text import render
+from megatron_nemotron3.launch.gpu_start import require_attention_variables
 from megatron_nemotron3.launch.parser import default
 from megatron_nemotron3.launch.phases import PHASES, phase
 from megatron_nemotron3.launch.reference import LAUNCHES, NOT_PASSED, WHY, reference, shown
@@ -157,6 +158,19 @@ def test_origins() -> None:
     assert explained["--seq-length"].origin == "schedule"
     assert by_name(explain(Launch.of(models.SUPER, SMALL)))["--seq-length"].origin == "model"
     assert explained["--lr"].section == "optimization"
+
+
+@pytest.mark.parametrize("name", sorted(LAUNCHES))
+def test_published_variables_that_megatron_refuses_are_named(name: str) -> None:
+    config = models.get(name)
+    explained = explain(Launch.of(config, published_layout(config), backend="te"))
+    variables = dict(one.split("=", 1) for one in explained.environment)
+    argv = to_argv(flags(Launch.of(config, published_layout(config), backend="te")))
+    with pytest.raises(ValueError, match="NVTE_FUSED_ATTN=0 contradicts"):
+        require_attention_variables(argv, variables)
+    assert "leave out NVTE_FUSED_ATTN=0: Megatron" in render(explained)
+    del variables["NVTE_FUSED_ATTN"]
+    require_attention_variables(argv, variables)
 
 
 def test_numbers_are_compared_as_numbers() -> None:
