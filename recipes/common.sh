@@ -153,13 +153,18 @@ PYTHON
 }
 
 launch() {
-    local flags words layout batch given ranks without python=()
+    local flags words layout batch given ranks dp experts samples without python=()
     CP=${CP:-1} PP=${PP:-1}
-    number TP PP CP EP
+    number TP PP CP EP ${ETP:+ETP} ${MBS:+MBS} ${GBS:+GBS}
     ranks=$(( TP * PP * CP ))
     (( WORLD % ranks == 0 )) || fail "GPUS*NNODES=$WORLD is not a multiple of TP*PP*CP=$ranks: change one of them"
-    nodes_in_nvlink_order "$(( EP * ${ETP:-1} ))"
-    layout=(--tp "$TP" --pp "$PP" --cp "$CP" --ep "$EP" --dp "$(( WORLD / ranks ))"
+    experts=$(( EP * ${ETP:-1} )) dp=$(( WORLD / ranks )) samples=$(( ${MBS:-1} * WORLD / ranks ))
+    (( WORLD / PP % experts == 0 )) \
+        || fail "GPUS*NNODES/PP=$(( WORLD / PP )) is not a multiple of EP*ETP=$experts: change one of them"
+    (( ${GBS:-$samples} % samples == 0 )) \
+        || fail "GBS=$GBS is not a multiple of MBS*DP=$samples, with DP=GPUS*NNODES/(TP*PP*CP)=$dp: change one of them"
+    nodes_in_nvlink_order "$experts"
+    layout=(--tp "$TP" --pp "$PP" --cp "$CP" --ep "$EP" --dp "$dp"
         ${VPP:+--vpp "$VPP"} ${ETP:+--etp "$ETP"})
     batch=(--schedule "$SCHEDULE" ${STEPS:+--steps "$STEPS"} ${SEQ:+--seq-length "$SEQ"}
         ${MBS:+--micro-batch-size "$MBS"} ${GBS:+--global-batch-size "$GBS"} ${LR:+--lr "$LR"})
