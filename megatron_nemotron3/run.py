@@ -270,7 +270,8 @@ def main(argv: list[str] | None = None, read: Reader | None = None) -> None:
 def _launch(given: RunArguments) -> None:
     device, monitor, script, arguments, emulate, changes, teachers, _, isolate = given
     if not os.path.isfile(script):
-        fail(f"script {script} does not exist")
+        own = os.path.join(os.path.dirname(__file__), "train", "pretrain_script.py")
+        fail(f"script {script} does not exist: give that of a Megatron-LM checkout, or {own}")
     if emulate == "":
         fail(f"{emulation.OPTION}: give a value of {EMULATE}: nvfp4 or nvfp4,sr=0, or 0 for off")
     with failing(ValueError, OSError, ChildError):

@@ -99,6 +99,15 @@ def test_stages_and_then_nothing(folder: Path) -> None:
     assert done.returncode == 0 and calls == ["pip uv", "uv ", "check"]
 
 
+def test_a_link_to_nothing(folder: Path) -> None:
+    (folder / "env").symlink_to(folder / "moved")
+    done, calls = _set_up(folder)
+    assert done.returncode == 2 and calls == []
+    assert "env is a link to" in done.stderr and "moved, which does not exist: remove the link" in done.stderr
+    (folder / "moved").mkdir()
+    assert _set_up(folder)[0].returncode == 0
+
+
 @pytest.mark.parametrize(
     ("variables", "wanted"),
     [

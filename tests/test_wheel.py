@@ -50,7 +50,7 @@ BARE: dict[str, list[tuple[str, str]]] = {
 }  # fmt: skip
 #: Command -> words with which it ends at what is missing, and a part of the one line that it says.
 REFUSED: dict[str, list[tuple[str, str]]] = {
-    "run": [("missing.py", "missing.py does not exist")],
+    "run": [("missing.py", "missing.py does not exist: give that of a Megatron-LM checkout, or ")],
     "train": [("super --tiny --steps 1", "package torch is not installed: ")],
     "report monitors": [("missing", "missing is not a folder")],
     "plan": [("super --gpus 0 --gpu h100", "0")],
