@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_nemotron3 import cli
 from megatron_nemotron3.launch import Launch, ParallelLayout
 from megatron_nemotron3.models import get
+from megatron_nemotron3.post_training import measure
 from megatron_nemotron3.post_training.measure import HeldOut, measure_held_out
 from megatron_nemotron3.train import processes
 from megatron_nemotron3.train.data.conversations import Encoder, Reading, read_conversations
@@ -65,3 +70,50 @@ def test_ranks_of_a_training(
     # What was measured is kept.
     monkeypatch.setattr(processes, "follow", lambda *_: pytest.fail("it is measured again"))
     assert measure_held_out(base, apart, tmp_path / "ranks.json") == found
+
+
+def _ranks(script: Path) -> Iterator[psutil.Process]:
+    """Processes of this one that run a script, but for their launcher."""
+    for one in psutil.Process().children(recursive=True):
+        words = one.cmdline()
+        if str(script) in words and "megatron_nemotron3.train.agent" not in words:
+            yield one
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("end", ["killed", "interrupted"])
+def test_a_measurement_that_ends_early_is_made_again(
+    end: str, given: tuple[Path, HeldOut], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, held_out = given
+    seen: list[psutil.Process] = []
+
+    class Ending(measure.ProcessWatch):
+        """Ends them after their first row."""
+
+        def line(self, text: str) -> None:
+            super().line(text)
+            if " rows" in text and not seen:
+                seen.extend(_ranks(measure.SCRIPT))
+                if end == "killed":
+                    seen[-1].kill()
+                else:
+                    os.kill(os.getpid(), signal.SIGINT)
+
+    layout = ParallelLayout(tp=2, ep=2)
+    launch = Launch(config=held_out.config, layout=layout, precision="fp32", backend="torch", own_script=True)
+    apart, kept = HeldOut(**{**vars(held_out), "launch": launch}), tmp_path / "ranks.json"
+    with monkeypatch.context() as patch:
+        patch.setattr(measure, "ProcessWatch", Ending)
+        with pytest.raises(ValueError if end == "killed" else KeyboardInterrupt) as problem:
+            measure_held_out(base, apart, kept)
+    if end == "killed":
+        assert f"the ranks that measure the held-out loss ended with 1 (see {tmp_path}/ranks.log)" in str(
+            problem
+        )
+    assert len(seen) == 2 and not psutil.wait_procs(seen, timeout=10)[1]
+    assert not kept.exists() and not (tmp_path / "ranks.totals.json").exists()
+    found, expected = (
+        measure_held_out(base, one, kept.with_name(f"{i}.json")) for i, one in enumerate((apart, held_out))
+    )
+    assert found.per_token == pytest.approx(expected.per_token, rel=1e-6)
