@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import shutil
+import signal
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
@@ -27,6 +30,8 @@ from megatron_nemotron3.post_training import measure
 from megatron_nemotron3.post_training.finetune import command
 from megatron_nemotron3.post_training.finetune import inputs as given
 from megatron_nemotron3.train import processes
+from megatron_nemotron3.train.data import workers
+from megatron_nemotron3.train.data.conversations import Conversation, Encoder
 from tests.support.engines import agreeing_tensors
 from tests.support.hf_folders import write_hf
 from tests.support.programs import follow_forked
@@ -137,6 +142,34 @@ def test_the_steps_and_a_start_after_an_interrupt(
     assert "holds a fine-tuning with another lr" in capsys.readouterr().err
     assert cli.main([*words, "--format", "messages"]) == 2
     assert "holds a fine-tuning with another reading" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("end", ["killed", "interrupted"])
+def test_an_end_while_workers_encode_leaves_nothing(
+    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    words, tuned, here = inputs(tmp_path), tmp_path / "tuned", os.getpid()
+    write_lines(tmp_path / "chats.jsonl", LINES * 20)  # those after the first 512 are encoded in workers
+    monkeypatch.setattr(workers, "cores", lambda: 2)
+    encode = Encoder.encode
+
+    def ending(self: Encoder, one: Conversation) -> Any:
+        if os.getpid() != here:
+            os.kill(*((os.getpid(), signal.SIGKILL) if end == "killed" else (here, signal.SIGINT)))
+        return encode(self, one)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Encoder, "encode", ending)
+        status = cli.main(words)
+    said = capsys.readouterr().err.splitlines()
+    assert status == (2 if end == "killed" else 130)
+    assert end == "interrupted" or "finetune: a worker was killed (out of memory?)" in said[-1]
+    assert not any("Traceback" in line for line in said)
+    assert not tuned.exists() or not os.listdir(tuned)
+    gc.collect()  # the process that renders the template ends with its object
+    assert not psutil.wait_procs(psutil.Process().children(), timeout=10)[1]
+    monkeypatch.setattr(command, "step", untrained([]))
+    assert cli.main(words) == 0 and (tuned / "hf").is_dir()
 
 
 def test_three_conversations_a_layout_and_a_file_that_repeats_the_run(
