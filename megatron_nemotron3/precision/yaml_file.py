@@ -117,7 +117,7 @@ def render(config: Nemotron3Config) -> str:
     rows = [kind for kind in LINEARS if kind.matchers and kind.name in present]
     lines = [
         f"# NVFP4 recipe for {config.title}: what does not follow the layer's NVFP4.",
-        f"# nemotron3 precision {config.name} --yaml FILE",
+        f"# nemotron3 precision {config.name} --output FILE",
         "configs:",
     ]
     for fmt in sorted({kind.recipe for kind in rows}):
