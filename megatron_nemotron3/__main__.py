@@ -6,10 +6,14 @@ import os
 import signal
 import sys
 from types import FrameType
+from typing import Any
 
 INTERRUPTED = 130
 #: Seconds that an interrupted import has to end; some packages swallow KeyboardInterrupt.
 PATIENCE = 1.0
+
+#: Seconds from an interrupt that Python discards to the next one.
+AGAIN = 0.01
 
 _interrupted = False
 #: Whether the command has returned: an exception would not be caught any more.
@@ -35,6 +39,15 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
+def _discarded(problem: Any) -> None:
+    """Interrupt again: Python drops exceptions in destructors and weakref callbacks, a handler's, too."""
+    if problem.exc_type is KeyboardInterrupt:
+        signal.signal(signal.SIGALRM, _interrupt)
+        signal.setitimer(signal.ITIMER_REAL, AGAIN)
+    else:
+        sys.__unraisablehook__(problem)
+
+
 def main() -> int:
     """Run the command line in `sys.argv`; return its exit status."""
     global _ended
@@ -48,6 +61,7 @@ def main() -> int:
 
     if not ignored:
         signal.signal(signal.SIGINT, _interrupt)
+    sys.unraisablehook = _discarded
     try:
         return cli.main()
     except BaseException:

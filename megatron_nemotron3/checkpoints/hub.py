@@ -17,7 +17,7 @@ def require_hub(repository: str) -> None:
     """Raise ValueError, before any work, if nothing can be uploaded to a repository of this name."""
     option = f"--push-to-hub {repository}"
     try:
-        import huggingface_hub
+        from huggingface_hub import HfApi, constants, get_token
         from huggingface_hub.utils import HFValidationError, validate_repo_id
     except ImportError:
         raise ValueError(
@@ -27,28 +27,28 @@ def require_hub(repository: str) -> None:
         validate_repo_id(repository)
     except HFValidationError as problem:
         raise ValueError(f"{option}: give OWNER/NAME: {_line(problem)}") from None
-    if huggingface_hub.constants.HF_HUB_OFFLINE:
+    if constants.HF_HUB_OFFLINE:
         raise ValueError(f"{option}: HF_HUB_OFFLINE is set: unset it, or upload later")
-    if huggingface_hub.get_token() is None:
+    if get_token() is None:
         raise ValueError(f"{option}: nobody is logged in here: hf auth login, or set HF_TOKEN")
     try:
-        huggingface_hub.HfApi().whoami()
+        HfApi().whoami()
     except Exception as problem:  # httpx's, requests' or the package's own
         raise ValueError(f"{option}: the Hub does not accept the token: {_line(problem)}") from None
 
 
 def push(folder: Path, repository: str) -> str:
     """Upload a complete folder; return the address. The folder stays, whatever the Hub answers."""
-    import huggingface_hub
+    from huggingface_hub import HfApi, constants
 
-    api = huggingface_hub.HfApi()
+    api = HfApi()
     try:
         full = api.create_repo(repository, private=True, exist_ok=True).repo_id
         api.upload_folder(repo_id=full, folder_path=folder, commit_message="Upload by nemotron3")
     except Exception as problem:
         cure = f"{folder} is complete: hf upload {repository} {folder}"
         raise ValueError(f"--push-to-hub {repository}: {_line(problem)}; {cure}") from None
-    return f"{huggingface_hub.constants.ENDPOINT}/{full}"
+    return f"{constants.ENDPOINT}/{full}"
 
 
 def _line(problem: Exception) -> str:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,6 +19,8 @@ pytest.importorskip("huggingface_hub")
 from huggingface_hub import constants
 
 from megatron_nemotron3.checkpoints import hub
+
+ROOT = Path(__file__).parents[2]
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -108,3 +113,14 @@ def test_what_cannot_be_pushed_is_said_before_the_work(
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     with pytest.raises(ValueError, match="hf auth login"):
         hub.require_hub("me/tuned")
+
+
+def test_in_a_process_of_its_own(tmp_path: Path) -> None:
+    """The package loads its modules on use: here nothing else has imported them."""
+    code = "from megatron_nemotron3.checkpoints.hub import require_hub; require_hub('me/tuned')"
+    for offline, message in (("1", "HF_HUB_OFFLINE is set"), ("0", "nobody is logged in here")):
+        given = {"HF_HUB_OFFLINE": offline, "HF_HOME": str(tmp_path), "HF_TOKEN": "", "PYTHONPATH": str(ROOT)}
+        words = [sys.executable, "-c", code]
+        done = subprocess.run(words, env=os.environ | given, capture_output=True, text=True)
+        assert done.returncode == 1
+        assert f"ValueError: --push-to-hub me/tuned: {message}" in done.stderr, done.stderr

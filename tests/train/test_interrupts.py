@@ -69,6 +69,31 @@ def test_a_command_that_has_ended_has_no_traceback(call: str) -> None:
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "interrupted\n")
 
 
+@pytest.mark.parametrize("lost", ["destructor", "weakref callback"])
+def test_an_interrupt_that_python_discards_comes_again(lost: str) -> None:
+    code = (
+        "import os, signal, sys, time, weakref\n"
+        "sys.argv = ['nemotron3', 'show', 'super']\n"
+        "from megatron_nemotron3 import __main__, cli\n"
+        "class One:\n"
+        "    def __del__(self):\n"
+        "        interrupt('destructor')\n"
+        "def interrupt(where, kept=None):\n"
+        f"    if where == {lost!r}:\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "def command():\n"
+        "    one = One()\n"
+        "    kept = weakref.ref(one, lambda _: interrupt('weakref callback'))\n"
+        "    del one\n"
+        "    time.sleep(30)\n"
+        "    return 0\n"
+        "cli.main = command\n"
+        "sys.exit(__main__.main())\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=runs.ROOT, capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "interrupted\n")
+
+
 @pytest.mark.full
 def test_a_signal_to_one_rank_interrupts_the_run(tmp_path: Path) -> None:
     """All ranks save and leave; the command does not say that the run is complete."""
