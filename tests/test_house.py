@@ -23,7 +23,7 @@ PACKAGE = ROOT / NAME
 
 #: Room -> lines that it may have, in the order of imports.
 ROOMS = {
-    "common": 2960,
+    "common": 2970,
     "models": 3390,
     "cpu": 1040,
     "precision": 4300,
@@ -31,10 +31,10 @@ ROOMS = {
     "checkpoints": 11090,
     "launch": 10460,
     "boundary": 4330,
-    "train": 9955,
+    "train": 9960,
     "specs": 260,
     "inference": 5695,
-    "post_training": 5785,
+    "post_training": 5825,
     "run": 360,
     "proof": 7460,
     "bridge": 340,
