@@ -22,10 +22,11 @@ MODULES = """
     statistics string struct subprocess sys tarfile tempfile textwrap threading time tokenize types typing
     unittest urllib.parse urllib.request uuid warnings weakref xml.dom zipfile zlib
 """
-#: The template of the conversations: plain words, so that the model's vocabulary stays as it is.
+#: The template of the conversations: plain words, so that the vocabulary stays as it is. The end token behind
+#: an answer is what the model learns to stop by.
 TEMPLATE = (
-    "{% for m in messages %}{{ 'Question: ' if m.role == 'user' else 'Answer: ' }}{{ m.content }}\n"
-    "{% endfor %}"
+    "{% for m in messages %}{{ 'Question: ' if m.role == 'user' else 'Answer: ' }}{{ m.content }}"
+    "{{ eos_token if m.role == 'assistant' else '' }}\n{% endfor %}"
     "{% if add_generation_prompt %}Answer: {% endif %}"
 )
 

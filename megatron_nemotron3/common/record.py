@@ -7,6 +7,7 @@ on compares its own record with that of the folder: `differences`, and `details`
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -63,6 +64,13 @@ def _short(value: str | None) -> str:
     return printable(text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}...")
 
 
+def _with_values(name: str, both: tuple[Any, Any]) -> str:
+    """A changed value as text, but of a digest only its name."""
+    if any(isinstance(one, str) and re.fullmatch("[0-9a-f]{32,}", one) for one in both):
+        return name
+    return f"{name} ({' -> '.join('none' if one in (None, '') else _short(str(one)) for one in both)})"
+
+
 def begin(
     folder: Path, file: str, record: Mapping[str, Any], work: str, fill: Callable[[Path], None]
 ) -> None:
@@ -92,10 +100,11 @@ def _begun(folder: Path, file: str, record: Mapping[str, Any], work: str) -> boo
     """Whether the folder holds this work; False for a new folder. Raises ValueError for other work."""
     if (folder / file).exists():
         earlier = read(folder / file)
-        if different := sorted(name for name in differences(earlier, record) if name in record):
+        changed = {name: both for name, both in differences(earlier, record).items() if name in record}
+        if changed:
+            different = ", ".join(sorted(map(_with_values, changed, changed.values())))
             raise ValueError(
-                f"{folder} holds a {work} with another {', '.join(different)}: give another --output, or "
-                "remove it"
+                f"{folder} holds a {work} with another {different}: give another --output, or remove it"
             )
         return True
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

@@ -202,6 +202,8 @@ def require_tracking(tracking: TrackingOptions, extra: Sequence[str]) -> None:
             raise ValueError(f"--{name}: package {package} is not installed: pip install {package}")
         if value is not None and own in given:
             raise ValueError(f"--{name} and {own} both say where the run is logged: give one")
+    if tracking.tensorboard and Path(tracking.tensorboard).is_file():
+        raise ValueError(f"--tensorboard {tracking.tensorboard} is a file: give a folder")
     if tracking.wandb == "":
         raise ValueError("--wandb: the name of the project is empty: give one")
     if tracking.wandb is not None and os.environ.get("WANDB_MODE", "online") in ("online", "run", "shared"):

@@ -6,6 +6,8 @@ import argparse
 import gc
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import weakref
@@ -68,6 +70,13 @@ def inputs(folder: Path, vocabulary: int = 384) -> list[str]:
         *("--tokenizer", str(folder / "chat"), "--output", str(folder / "tuned")),
         *("--steps", "2", "--lr", "1e-2", "--seq-length", "128", "--device", "cpu"),
     ]
+
+
+def options_of(words: list[str]) -> command.FinetuneOptions:
+    """Return what the command gets."""
+    parsed = cli.parser(["finetune"]).parse_args(words)
+    parsed.main = cli.main
+    return from_arguments(command.FinetuneOptions, parsed)
 
 
 def require_all_of_the_source(source: Path, tuned: Path) -> None:
@@ -139,7 +148,11 @@ def test_the_steps_and_a_start_after_an_interrupt(
     assert "apples" in str(json.loads((tuned / "hf" / "tokenizer.json").read_text())["model"]["vocab"])
     # Another request in the same folder.
     assert cli.main([*words, "--lr", "1e-3"]) == 2
-    assert "holds a fine-tuning with another lr" in capsys.readouterr().err
+    assert "holds a fine-tuning with another lr (0.01 -> 0.001): give" in capsys.readouterr().err
+    assert cli.main([*words, "--held-out", str(tmp_path / "chats.jsonl")]) == 2
+    said = capsys.readouterr()
+    assert "another conversations, held_out: give" in said.err
+    assert "warning: 40 held-out rows are also trained on" in said.out
     assert cli.main([*words, "--format", "messages"]) == 2
     assert "holds a fine-tuning with another reading" in capsys.readouterr().err
 
@@ -243,6 +256,10 @@ def test_a_model_that_has_lost_mtp(
             lambda at: write_lines(at / "chats.jsonl", [{"messages": [*CHAT * 40]}]),
             "no conversation can be trained on: 1 is longer than --seq-length 128",
         ),
+        (
+            lambda at: write_lines(at / "chats.jsonl", [{"messages": [say("asistant", "yes")]}]),
+            "no conversation can be trained on: they have no message of the assistant",
+        ),
         (lambda at: write_lines(at / "tuned", [{}]), "is no fine-tuning"),
         (lambda at: shutil.rmtree(at / "hf") or inputs(at, 512), "training would drop the rest"),
     ],
@@ -275,6 +292,11 @@ def test_wrong_input_ends_before_anything_is_written(
         (["--dp", "3", "--ep", "3"], "num_moe_experts=8 is not divisible by EP=3"),
         (["--", "--save", "x"], "--save (give --output)"),
         (["--split", "9,1,0", "--", "--split", "1,1,1"], "--split before and after --: give one"),
+        (["--split", "0,100,0"], "--split 0,100,0 leaves nothing to train on"),
+        (["--split", "a,b"], "--split a,b: give up to three weights"),
+        (["--tensorboard", __file__], "test_finetune.py is a file: give a folder"),
+        (["--global-batch-size", "3", "--dp", "2"], "is not divisible by micro_batch_size*DP=2"),
+        (["--conversations", "none.jsonl"], "none.jsonl"),
         (["--push-to-hub", "a b"], "--push-to-hub a b: give OWNER/NAME"),
         (["--wandb", "a", "--", "--wandb-project", "b"], "--wandb and --wandb-project both say where"),
     ],
@@ -371,6 +393,16 @@ def test_plan_says_what_does_not_fit_and_what_would(
     assert not list(tmp_path.iterdir())
 
 
+def test_the_layout_of_the_docs_fits(capsys: Capture) -> None:
+    text = (Path(__file__).parents[2] / "docs/training.md").read_text()
+    found = re.search(r"nemotron3 (finetune nvidia/\S+ .*?)\n```", text, re.DOTALL)
+    assert found is not None
+    words = shlex.split(found[1].replace("\\\n", " "))
+    words[1] = "nano"
+    status, out = plan_of(capsys, words)
+    assert status == 0 and "fits: 72.3 of 74.0 GiB on h100" in out
+
+
 def test_plan_of_a_model_that_one_gpu_cannot_measure(tmp_path: Path, capsys: Capture) -> None:
     words = ["finetune", "super", "--conversations", "none", "--output", str(tmp_path / "tuned"), "--lora"]
     status, text = plan_of(capsys, [*words, "--dp", "8", "--ep", "8", "--seq-length", "512"])
@@ -410,9 +442,7 @@ def test_where_the_held_out_loss_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     """On one GPU if the model fits, else by the training's ranks; not at all if they need more machines."""
-    parsed = cli.parser(["finetune"]).parse_args([*inputs(tmp_path), "--dp", "8", "--ep", "8"])
-    parsed.main = cli.main
-    options = from_arguments(command.FinetuneOptions, parsed)
+    options = options_of([*inputs(tmp_path), "--dp", "8", "--ep", "8"])
     checked = given.check(options, None, tmp_path / "hf")
     found = SimpleNamespace(total_memory=79 << 30)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: found)
@@ -470,3 +500,29 @@ def test_trained(lora: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         require_all_of_the_source(tmp_path / "hf", tuned / "hf")
         assert cli.main(["convert", "verify", str(tmp_path / "hf"), str(tuned / "hf")]) == 1
     assert LORA not in os.environ
+
+
+def test_several_files_and_what_no_answer_is_in(tmp_path: Path, capsys: Capture) -> None:
+    """All rows of all files; of rows without an answer their number and roles are printed."""
+    words = inputs(tmp_path)
+    write_lines(tmp_path / "more.jsonl", [{"messages": [say("user", f"{i}?")]} for i in range(3)])
+    write_lines(tmp_path / "typo.jsonl", [{"messages": [say("asistant", "yes")]}, *LINES[:2]])
+    for more in ([str(tmp_path / "more.jsonl")], ["--conversations", str(tmp_path / "more.jsonl")]):
+        at = words.index("--tokenizer")
+        given_words = [*words[:at], *more, *words[at:], "--held-out", str(tmp_path / "typo.jsonl")]
+        options = options_of(given_words)
+        found = given.check(options, None, tmp_path / "hf", "cpu")
+        assert len(found.train) == 43 and len(found.held_out) == 3
+        out = capsys.readouterr().out
+        assert "3 conversations to train on: no message of the assistant (roles: asistant, user)" in out
+        assert "1 conversation held out: no message" in out and "warning: 2 held-out rows are also" in out
+
+
+@pytest.mark.parametrize(("lora", "rank"), [("", 32), ("dim=16", 16), ("dim=40,alpha=8", 64)])
+def test_vllm_takes_the_rank_of_an_adapter(lora: str, rank: int, tmp_path: Path) -> None:
+    words = [*inputs(tmp_path), "--lora", lora, "--adapter-only"]
+    (tmp_path / "tuned").mkdir()
+    (tmp_path / "tuned/held_out.jsonl").touch()
+    options = options_of(words)
+    serve = command.next_commands(options)[-1]
+    assert f"--max-lora-rank {rank} --tokenizer {tmp_path}/tuned/tokenizer" in serve

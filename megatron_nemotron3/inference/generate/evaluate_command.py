@@ -80,8 +80,6 @@ def evaluate_command(options: EvaluateOptions) -> int:
     """Measure and print. Exit status 0."""
     if options.tokenizer is not None:
         require_tokenizer(options.tokenizer)
-    if options.conversations is not None and options.tokenizer is None:
-        raise ValueError("--conversations needs --tokenizer DIR (a tokenizer with a chat template)")
     if options.conversations is None:
         require_no_reading(options)
     else:
@@ -168,9 +166,9 @@ def _evaluate_conversations(found: CheckpointFolder, opened: Checkpoint, options
     from megatron_nemotron3.train.data.conversations import Encoder, encoded_conversations
     from megatron_nemotron3.train.data.forms import Findings
 
-    assert options.tokenizer is not None and options.conversations is not None
-    how = reading(options)
-    encode, findings = Encoder(options.tokenizer, variables=how.variables).encode, Findings()
+    assert options.conversations is not None
+    how, tokenizer = reading(options), options.tokenizer or found.tokenizer().folder
+    encode, findings = Encoder(tokenizer, variables=how.variables).encode, Findings()
     rows = encoded_conversations(options.conversations, encode, how.form, findings)
     encoded = [one for _, one in rows]
     for line in findings.lines(options.conversations):

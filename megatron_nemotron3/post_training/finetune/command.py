@@ -25,12 +25,14 @@ from megatron_nemotron3.common.options import (
     device_option,
     flag,
     option,
+    repeated,
     tokenizer_option,
 )
 from megatron_nemotron3.common.parser import resolve_device
 from megatron_nemotron3.common.switches import LORA, environment
 from megatron_nemotron3.cpu import quiet_on_cpu
 from megatron_nemotron3.launch.command import LAYOUT, chosen_layout, layout_option
+from megatron_nemotron3.launch.data_sets import split_bounds
 from megatron_nemotron3.launch.flag import values_by_name
 from megatron_nemotron3.launch.plan.hardware import GPUS, RESERVE
 from megatron_nemotron3.models.lora import LoRASettings
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
     from megatron_nemotron3.post_training.measure import HeldOut, HeldOutResult
     from megatron_nemotron3.train.data.conversations import Encoded
 
+#: Values of vLLM's --max-lora-rank; 16 is its default.
+_VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 _PLAN = "plan; HF_DIR may also be a name of the catalog"
 
 
@@ -55,8 +59,10 @@ class FinetuneOptions:
     source: Path | str = argument(
         "Hugging Face folder with weights, URL, or repository id", "HF_DIR", parse=place
     )
-    conversations: Path = option("conversation file to train on", "FILE", default=NEEDED)
-    held_out: Path | None = option("conversation file to evaluate on (default: one line in 8)", "FILE")
+    conversations: list[Path] = option("conversation files to train on", "FILE", nargs="+", default=NEEDED)
+    held_out: list[Path] = repeated(
+        "conversation files to evaluate on (default: about one line in 8)", "FILE", nargs="+"
+    )
     output: Path = option("output folder", "DIR", default=NEEDED)
     config: str | None = config_option()
     tokenizer: Path | None = tokenizer_option("HF_DIR")
@@ -75,6 +81,9 @@ class FinetuneOptions:
         f"tokens per sequence (default {SEQ_LENGTH} for a tiny model, else as the conversations need)",
         "N",
         group="training",
+    )
+    global_batch_size: int | None = option(
+        "sequences per step (default 4 per data-parallel rank and pipeline stage)", "N", group="training"
     )
     split: str | None = option(
         "Megatron's --split of the packed rows (default 90,10,0; all for training if there are few)",
@@ -118,11 +127,13 @@ def finetune_command(options: FinetuneOptions) -> int:
         raise ValueError(f"--lora {options.lora}: leave base= out, the base is HF_DIR")
     if options.adapter_only and lora is None:
         raise ValueError("--adapter-only goes with --lora")
-    require_positive(options, "steps", "lr", "seq_length")
+    require_positive(options, "steps", "lr", "seq_length", "global_batch_size")
     layout = chosen_layout(options)
     require_own_options(options.extra)
     if options.split is not None and "--split" in values_by_name(options.extra):
         raise ValueError("--split before and after --: give one")
+    if options.split is not None and split_bounds(options.split)[0] is None:
+        raise ValueError(f"--split {options.split} leaves nothing to train on: give a first number above 0")
     require_tracking(options.tracking, options.extra)
     if options.plan:
         from megatron_nemotron3.post_training.finetune.plan import plan
@@ -240,6 +251,8 @@ def _training_words(options: FinetuneOptions, how: Mapping[str, object], *, full
     words += ["--tokenizer", out / "tokenizer", "--output", out / "run", "--device", options.device]
     words += ["--steps", how["steps"], "--seq-length", how["seq_length"], "--lr", how["lr"]]
     words += ["--pretrained", out / "base"] if full else []
+    if options.global_batch_size is not None:
+        words += ["--global-batch-size", options.global_batch_size]
     for name in LAYOUT:
         if (size := getattr(options, name)) is not None:
             words += [f"--{name}", size]
@@ -252,6 +265,11 @@ def _training_words(options: FinetuneOptions, how: Mapping[str, object], *, full
     if options.split is not None:
         extra = ["--split", options.split, *extra]
     return [*words, "--", *extra] if extra else words
+
+
+def _vllm_rank(dim: int) -> int:
+    """The least --max-lora-rank of vLLM for adapters of this rank."""
+    return next((rank for rank in _VLLM_RANKS if rank >= dim), dim)
 
 
 def _report(before: HeldOutResult, after: HeldOutResult, held_out: Sequence[Encoded], chat: Path) -> None:
@@ -277,7 +295,9 @@ def next_commands(options: FinetuneOptions) -> list[str]:
     evaluate = ["nemotron3", "evaluate", model, "--conversations", held_out, *reading(options).options()]
     serve: list[object] = ["vllm", "serve", tuned]
     if options.adapter_only:
+        rank = _vllm_rank(LoRASettings.parse(options.lora or "").dim)
         serve = ["vllm", "serve", options.source, "--enable-lora", "--lora-modules", f"tuned={tuned}"]
+        serve += ["--max-lora-rank", rank, "--tokenizer", out / "tokenizer"]
     lines: list[list[object]] = [["nemotron3", "chat", model]]
     lines += [[*evaluate, "--tokenizer", out / "tokenizer"]] if held_out.stat().st_size else []
     return [shlex.join(map(str, line)) for line in [*lines, serve]]

@@ -17,7 +17,7 @@ from megatron_nemotron3.checkpoints.convert.from_hf import pad_vocab_size
 from megatron_nemotron3.checkpoints.folders import locate, require_tokenizer
 from megatron_nemotron3.checkpoints.remote import shown
 from megatron_nemotron3.common import record
-from megatron_nemotron3.common.files import json_outside, read_outside, write_json
+from megatron_nemotron3.common.files import json_outside, printable, read_outside, write_json
 from megatron_nemotron3.common.output import Bar, count
 from megatron_nemotron3.common.switches import SFT_MEAN
 from megatron_nemotron3.launch import Launch, ParallelLayout
@@ -71,6 +71,7 @@ def launch_of(
     """The launch of `nemotron3 train`, without its paths; `options`: `FinetuneOptions`."""
     on_cpu = device == "cpu"
     given = {"steps": options.steps or 1, "lr": options.lr or 1.0, "seq_length": seq_length}
+    given["global_batch_size"] = options.global_batch_size
     return Launch(
         config=config,
         layout=layout,
@@ -134,8 +135,12 @@ def check(options: Any, lora: LoRASettings | None, source: Path, device: str = "
     require_possible(launch_of(options, config, layout, length, device), lora)
     how, mean = reading(options), parse_mean(os.environ.get(SFT_MEAN, ""))
     lines = _lines(options.conversations, how.form)
-    if options.held_out is not None:
+    if options.held_out:
         train, measured = lines, _lines(options.held_out, how.form)
+        if known := len(
+            {line.strip() for line in measured.values()} & {line.strip() for line in train.values()}
+        ):
+            print(f"warning: {count(known, 'held-out row')} are also trained on: the loss says less")
     else:
         measured = {at: line for at, line in lines.items() if zlib.crc32(line.strip()) % HELD_OUT == 0}
         train = {at: line for at, line in lines.items() if at not in measured}
@@ -162,6 +167,7 @@ def check(options: Any, lora: LoRASettings | None, source: Path, device: str = "
         "mtp_num_layers": options.mtp.mtp_num_layers,
         "steps": options.steps or STEPS,
         "lr": options.lr or LR,
+        "global_batch_size": options.global_batch_size,
         "seq_length": length,
     }
     return FineTuneInputs(config, started, train, measured, encoded, tokenizer, text, length)
@@ -213,6 +219,7 @@ def _encoded(
         )
     lengths: list[int] = []
     result: list[Encoded] = []
+    silent, roles = {"to train on": 0, "held out": 0}, set[str]()
     with Bar("read conversations", "lines", len(train) + len(held_out)) as bar:
 
         def parsed(lines: Mapping[str, bytes]) -> Iterator[Conversation]:
@@ -227,10 +234,17 @@ def _encoded(
                         f"{one.place}: token {max(encoded.ids)} is outside the model's vocabulary of "
                         f"{rows:,}: it is another model's tokenizer"
                     )
+                if not any(encoded.trained[1:]):
+                    silent["held out" if lines is held_out else "to train on"] += 1
+                    roles.update(str(message["role"]) for message in one.messages)
                 if lines is held_out:
                     result.append(encoded)
                 else:
                     lengths.append(len(encoded.ids) if any(encoded.trained[1:]) else 0)
+    for which, number in silent.items():
+        if number:
+            said = f"{count(number, 'conversation')} {which}: no message of the assistant"
+            print(f"{said} (roles: {printable(', '.join(sorted(roles)))})")
     if result and not any(any(one.trained) for one in result):
         raise ValueError("no held-out conversation has a message of the assistant: give --held-out FILE")
     return lengths, result
@@ -241,8 +255,10 @@ def _require_some(lengths: Sequence[int], length: int, *, chosen: bool) -> None:
     too_long = sum(one > length for one in lengths)
     longer = f"{too_long:,} {'is' if too_long == 1 else 'are'} longer than --seq-length {length:,}"
     if not any(0 < one <= length for one in lengths):
+        others = "the others have" if too_long else "they have"
         raise ValueError(
-            f"no conversation can be trained on: {longer}, the others have no message of the assistant"
+            f"no conversation can be trained on: {f'{longer}, ' if too_long else ''}{others} no message of "
+            "the assistant"
         )
     if chosen:
         print(
@@ -266,19 +282,21 @@ def _tokenizer_files(folder: Path) -> list[Path]:
     ]
 
 
-def _lines(path: Path, form: str) -> dict[str, bytes]:
-    """Place -> row of a file as a line, with its end; the form is checked."""
+def _lines(paths: Sequence[Path], form: str) -> dict[str, bytes]:
+    """Place -> row of the files as a line, with its end; the form is checked."""
     lines: dict[str, bytes] = {}
     length = 0
-    for place, _, line in read_rows(path):
-        list(parse_line(line, place, form=form))
-        lines[f"{place} ({len(lines) + 1})" if place in lines else place] = line.rstrip(b"\r\n") + b"\n"
-        if (length := length + len(line)) > _LIMIT:
-            raise ValueError(
-                f"{path}: it has more than {_LIMIT:,} bytes: use nemotron3 train --conversations"
-            )
-    if not lines:
-        raise ValueError(f"{path}: it has no conversations")
+    for path in paths:
+        before = len(lines)
+        for place, _, line in read_rows(path):
+            list(parse_line(line, place, form=form))
+            lines[f"{place} ({len(lines) + 1})" if place in lines else place] = line.rstrip(b"\r\n") + b"\n"
+            if (length := length + len(line)) > _LIMIT:
+                raise ValueError(
+                    f"{path}: more than {_LIMIT:,} bytes to read: use nemotron3 train --conversations"
+                )
+        if len(lines) == before:
+            raise ValueError(f"{path}: it has no conversations")
     return lines
 
 

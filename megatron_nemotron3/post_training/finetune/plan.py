@@ -66,7 +66,7 @@ def _launch(options: Any, layout: ParallelLayout, lora: LoRASettings | None) -> 
 
     mtp, length = vars(options.mtp), options.seq_length
     with local(options.source, download=False) as source:
-        if source.exists() and length is None and options.conversations.is_file():
+        if source.exists() and length is None and all(file.is_file() for file in options.conversations):
             found = inputs.check(options, lora, source)
             return inputs.launch_of(options, found.config, layout, found.seq_length)
         if source.exists():

@@ -29,6 +29,7 @@ from tests.support.engines import text as random_text
 from tests.support.generation_folders import TEXT, VOCABULARY, Folders, small_config
 from tests.support.hf_folders import write_hf
 from tests.support.parity import forward
+from tests.train.data.test_conversations import say, write_lines, write_tokenizer
 
 Capture = pytest.CaptureFixture[str]
 
@@ -255,9 +256,20 @@ def test_conversations_are_measured_alone(world: None, tmp_path: Path) -> None:
         conversation_losses(engine, [Encoded([1, 2], [False, False])])
 
 
-def test_conversations_need_a_tokenizer(capsys: Capture) -> None:
-    assert cli.main(["evaluate", "x", "--conversations", "y"]) == 2
-    assert "--conversations needs --tokenizer" in capsys.readouterr().err
+def test_conversations_take_the_tokenizer_of_the_checkpoint(tmp_path: Path, capsys: Capture) -> None:
+    config = get("super-tiny").but(pattern="M*E", hidden_size=64, vocab_size=384, num_moe_experts=8)
+    write_hf(tmp_path / "hf", config, values=agreeing_tensors(config, 0.05, seed=4), dtype="float32")
+    chats = [{"messages": [say("user", "4 apples?"), say("assistant", "yes, 4 pears")]}]
+    words = ["evaluate", str(tmp_path / "hf"), "--device", "cpu", "--json"]
+    words += ["--conversations", str(write_lines(tmp_path / "chats.jsonl", chats))]
+    assert cli.main(words) == 2
+    assert "no tokenizer found" in capsys.readouterr().err
+    other = write_tokenizer(tmp_path / "chat")
+    assert cli.main([*words, "--tokenizer", str(other)]) == 0
+    expected = json.loads(capsys.readouterr().out)
+    write_tokenizer(tmp_path / "hf")
+    assert cli.main(words) == 0
+    assert json.loads(capsys.readouterr().out) == expected and expected["tokens"] > 0
 
 
 # --- a trained model ----------------------------------------------------------------------------------
