@@ -39,6 +39,8 @@ def inputs(tmp_path: Path) -> list[str]:
 def test_wrong_lines(
     inputs: list[str], more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if more[0] in inputs:  # in place of that, not as well
+        del inputs[(at := inputs.index(more[0])) : at + 2]
     assert cli.main([*inputs, *more]) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
