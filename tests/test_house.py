@@ -31,7 +31,7 @@ ROOMS = {
     "checkpoints": 11090,
     "launch": 10460,
     "boundary": 4330,
-    "train": 9960,
+    "train": 9965,
     "specs": 260,
     "inference": 5695,
     "post_training": 5825,
