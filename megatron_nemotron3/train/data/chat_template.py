@@ -51,6 +51,10 @@ class ChatTemplate:
         self.source = source
         self._child = LimitedChild(_Renderer(source, special).answer, memory=_MEMORY, seconds=_SECONDS)
 
+    def uses(self, name: str) -> bool:
+        """Whether the template has a word of this name."""
+        return re.search(rf"\b{re.escape(name)}\b", self.source) is not None
+
     def render(
         self, messages: Sequence[Any], tools: Any = None, variables: Mapping[str, Any] | None = None
     ) -> Rendered:

@@ -198,10 +198,12 @@ class Encoder:
             raise ValueError(f"the tokenizer in {where} has no tokenizer.json: conversations need one")
         if not isinstance(template, str):
             what = "no chat template" if template is None else "several chat templates"
-            raise ValueError(f"the tokenizer in {where} has {what}: conversations need one")
+            raise ValueError(
+                f"the tokenizer in {where} has {what}: conversations need one (finetune --chat-template FILE)"
+            )
         self.template = ChatTemplate(template, self.tokenizer.special_tokens_map)
         self.variables, self.media = json.loads(variables) if variables else {}, media
-        if unknown := [name for name in self.variables if name not in template]:
+        if unknown := [name for name in self.variables if not self.template.uses(name)]:
             raise ValueError(
                 f"--chat-template-kwargs: the template of {where} does not use {unknown[0]}: leave it out"
             )
@@ -296,10 +298,10 @@ class Encoder:
         except ValueError as problem:
             raise ValueError(f"{place}: {problem}") from None
         for name in conversation.variables:
-            if name not in self.template.source:
+            if not self.template.uses(name):
                 remark = "the chat template does not use a variable of chat_template_kwargs"
                 remarks.append((remark, f"{name!r:.60} in {place}"))
-        if conversation.tools and "tools" not in self.template.source:
+        if conversation.tools and not self.template.uses("tools"):
             remarks.append(("the chat template does not use tools", place))
         if skipped:
             spans = [one for one in spans if not any(start <= one[0] < end for start, end in skipped)]

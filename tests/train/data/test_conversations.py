@@ -413,6 +413,20 @@ def test_several_processes_encode_as_one(
     assert "fork" not in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["enable_thinkin", "nable_thinking", "thinking"])
+def test_a_part_of_the_name_of_a_variable_is_none(name: str, tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "t", TURNS + "{% if enable_thinking %} {% endif %}")
+    Encoder(folder, variables='{"enable_thinking": true}')
+    with pytest.raises(
+        ValueError, match=f"^--chat-template-kwargs: the template of .* does not use {name}: "
+    ):
+        Encoder(folder, variables=json.dumps({name: True}))
+    row = {"messages": [say("user", "4 apples?"), say("assistant", "yes")], "chat_template_kwargs": {name: 1}}
+    (one,) = read_conversations(write_lines(tmp_path / "c.jsonl", [row]))
+    (remark,) = Encoder(folder).encode(one).remarks
+    assert remark[0] == "the chat template does not use a variable of chat_template_kwargs"
+
+
 def test_the_environment_counts_where_no_option_says_more(monkeypatch: pytest.MonkeyPatch) -> None:
     def options(form: str | None = None, variables: str | None = None) -> Any:
         names = {"format": form, "chat_template_kwargs": variables}
