@@ -152,7 +152,7 @@ def test_the_steps_and_a_start_after_an_interrupt(
     assert cli.main([*words, "--held-out", str(tmp_path / "chats.jsonl")]) == 2
     said = capsys.readouterr()
     assert "another conversations, held_out: give" in said.err
-    assert "warning: 40 held-out rows are also trained on" in said.out
+    assert "warning: 40 of 40 held-out rows are also trained on" in said.out
     assert cli.main([*words, "--format", "messages"]) == 2
     assert "holds a fine-tuning with another reading" in capsys.readouterr().err
 
@@ -515,7 +515,9 @@ def test_several_files_and_what_no_answer_is_in(tmp_path: Path, capsys: Capture)
         assert len(found.train) == 43 and len(found.held_out) == 3
         out = capsys.readouterr().out
         assert "3 conversations to train on: no message of the assistant (roles: asistant, user)" in out
-        assert "1 conversation held out: no message" in out and "warning: 2 held-out rows are also" in out
+        assert (
+            "1 conversation held out: no message" in out and "warning: 2 of 3 held-out rows are also" in out
+        )
 
 
 @pytest.mark.parametrize(("lora", "rank"), [("", 32), ("dim=16", 16), ("dim=40,alpha=8", 64)])

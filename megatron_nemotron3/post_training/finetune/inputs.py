@@ -137,10 +137,10 @@ def check(options: Any, lora: LoRASettings | None, source: Path, device: str = "
     lines = _lines(options.conversations, how.form)
     if options.held_out:
         train, measured = lines, _lines(options.held_out, how.form)
-        if known := len(
-            {line.strip() for line in measured.values()} & {line.strip() for line in train.values()}
-        ):
-            print(f"warning: {count(known, 'held-out row')} are also trained on: the loss says less")
+        trained_on = {line.strip() for line in train.values()}
+        if known := sum(line.strip() in trained_on for line in measured.values()):
+            of = f"{known:,} of {len(measured):,} held-out rows"
+            print(f"warning: {of} are also trained on: the loss on them is that of known text")
     else:
         measured = {at: line for at, line in lines.items() if zlib.crc32(line.strip()) % HELD_OUT == 0}
         train = {at: line for at, line in lines.items() if at not in measured}
