@@ -27,6 +27,7 @@ from megatron_nemotron3.checkpoints.convert.job_options import (
     ToHfOptions,
     model_of,
 )
+from megatron_nemotron3.checkpoints.convert.next_step import next_command
 from megatron_nemotron3.checkpoints.convert.opened import (
     Checkpoint,
     checkpoint_facts,
@@ -35,7 +36,6 @@ from megatron_nemotron3.checkpoints.convert.opened import (
     say_notes,
 )
 from megatron_nemotron3.checkpoints.convert.origin import base_config, stated_number, to_copy, to_keep
-from megatron_nemotron3.checkpoints.convert.peft import PackedAdapter
 from megatron_nemotron3.checkpoints.convert.quantized import Quantization, quantization, read_scales
 from megatron_nemotron3.checkpoints.convert.quantized_views import Quantized
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
@@ -324,14 +324,9 @@ def _run_job(
         seconds=seconds,
         manifest=shown(target / MANIFEST),
     )
-    same = options.only is None and not isinstance(job.source, (Quantized, PackedAdapter))
-    if options.check_logits is None and same:
-        words = ""
-        if opened.mtp_from is not None:
-            words = f" --mtp-from {shown(opened.mtp_from)}"
-        elif isinstance(options, FromHfOptions) and options.mtp.mtp_num_layers == 0:
-            words = " --mtp-num-layers 0"
-        say(f"next         nemotron3 convert verify {shown(opened.folder)} {shown(target)}{words}")
+    if options.check_logits is None:
+        after = next_command(opened, target, job.source, options, cast=_is_cast(opened, options.dtype))
+        say(after and f"next         {after}")
     return True
 
 
@@ -352,6 +347,12 @@ def _cast(view: TensorSource, dtype: str | None, opened: Checkpoint, *, hf: bool
         if mapping.row.float32 or t.dtype not in inventory.WEIGHT_TYPES
     }
     return Cast(view, dtype, keep=kept.__contains__)
+
+
+def _is_cast(opened: Checkpoint, dtype: str | None) -> bool:
+    """Whether `dtype` is another type than a weight's."""
+    cast = _cast(opened.weights, dtype, opened, hf=opened.kind == "hugging face").tensors
+    return any(tensor.dtype != cast[name].dtype for name, tensor in opened.weights.tensors.items())
 
 
 def _job_options(options: ConvertOptions, scales: Mapping[str, float] | None = None) -> dict[str, object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from megatron_nemotron3.checkpoints.convert import config_json
 from megatron_nemotron3.checkpoints.convert.checkpoints import open_checkpoint
 from megatron_nemotron3.models import Nemotron3Config, get, names, tiny
 from tests.support import convert_models as models
-from tests.support.checkpoint_writer import same_bytes
+from tests.support.checkpoint_writer import same_bytes, write
 from tests.support.counted_job import digest
 from tests.support.hf_folders import hf_values, read_hf, write_hf
 from tests.support.megatron_tensors import megatron_tensors
@@ -276,6 +277,55 @@ _HEAVY = ("megatron", "transformers", "transformer_engine", "mamba_ssm", "triton
 def _alone(refused: tuple[str, ...], *commands: tuple[object, ...]) -> subprocess.CompletedProcess[str]:
     code = _ALONE.format(refused=refused, commands=[[str(word) for word in words] for words in commands])
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (["to-hf"], "convert verify"),
+        (["to-hf", "--dtype", "bfloat16"], "convert verify"),
+        (["to-hf", "--dtype", "float32"], "check"),
+        (["to-hf", "--vocab-size", "250"], "convert verify"),
+        (["to-hf", "--model", "super", "--tiny"], "convert verify"),
+        (["to-hf", "--quantize", "super-nvfp4"], "check"),
+        (["from-hf", "--dtype", "float16"], "check"),
+        (["from-hf", "--mtp-num-layers", "0"], "convert verify"),
+        (["from-hf", "--mtp-num-layers", "1"], "convert verify"),
+        (["from-hf", "--allow-unused", "vision.*", "--allow-unused", "audio.*"], "convert verify"),
+    ],
+)
+def test_the_printed_command_passes(
+    small: Small, tmp_path: Path, words: list[str], command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, config, values = small
+    source = folder / "megatron"
+    if words[0] == "from-hf":
+        more = {f"{name}.a": torch.zeros(2) for name in ("vision", "audio")}
+        source = tmp_path / "a model"
+        write_hf(source, config, values=values | (more if "--allow-unused" in words else {}))
+    assert nemotron3("convert", words[0], source, tmp_path / "a result", *words[1:]) == 0
+    *_, line = capsys.readouterr().out.splitlines()
+    name, *pasted = shlex.split(line.removeprefix("next         "))
+    assert name == "nemotron3" and pasted[: len(command.split())] == command.split()
+    assert nemotron3(*pasted) == 0
+
+
+def test_masters_are_not_compared_with_the_weights(
+    small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = open_checkpoint(small[0] / "megatron").weights
+    content = {name: weights.read(name) for name in weights.tensors}
+    masters = {
+        f"optimizer.state.fp32_param.{name}": value.float() + 1e-4
+        for name, value in content.items()
+        if not name.endswith("expert_bias")
+    }
+    write(tmp_path / "m", content | masters, iteration=1)
+    words = (tmp_path / "m", tmp_path / "hf", "--model", "super", "--tiny", "--from-optimizer-master")
+    assert nemotron3("convert", "to-hf", *words) == 0
+    *_, line = capsys.readouterr().out.splitlines()
+    assert line == f"next         nemotron3 check {tmp_path / 'hf'}"
+    assert nemotron3("check", tmp_path / "hf") == 0
 
 
 def test_needs_torch_alone(small: Small, tmp_path: Path) -> None:
