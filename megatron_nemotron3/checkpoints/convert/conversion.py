@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,14 @@ from megatron_nemotron3.checkpoints.convert.opened import (
     notes_of,
     say_notes,
 )
-from megatron_nemotron3.checkpoints.convert.origin import base_config, stated_number, to_copy, to_keep
-from megatron_nemotron3.checkpoints.convert.quantized import Quantization, quantization, read_scales
+from megatron_nemotron3.checkpoints.convert.origin import (
+    base_config,
+    check_reference,
+    stated_number,
+    to_copy,
+    to_keep,
+)
+from megatron_nemotron3.checkpoints.convert.quantized import quantization, quantized_lines, read_scales
 from megatron_nemotron3.checkpoints.convert.quantized_views import Quantized
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.checkpoints.convert.streams import FilePlan
@@ -60,6 +66,7 @@ def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
     """Convert a Megatron checkpoint to a Hugging Face folder. Returns the exit status."""
     options = replace(options, config=options.config or model_of(options.which))
     _check_target(target, options)
+    check_reference(options.reference)
     if options.push_to_hub is not None:
         if options.url is not None:
             raise ValueError(
@@ -120,7 +127,7 @@ def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
         quantization=plan,
     )
     lines += [*filter(None, (line, line_of_files)), *_note_lines(opened, base, json.loads(small[CONFIG]))]
-    notes = [*_quantized_lines(plan), *lines]
+    notes = [*quantized_lines(plan), *lines]
     job = _job(opened, target, view, (files, small), options, scales)
     if not _run_job(opened, target, job, options, notes):
         return 0
@@ -240,21 +247,6 @@ def _note_lines(opened: Checkpoint, base: Checkpoint | None, data: Mapping[str, 
     """Say what a part is put into, and what a config.json says that matters."""
     into = [] if base is None else [f"into         {checkpoint_line(base)}"]
     return into + notes_of(opened, data)
-
-
-def _quantized_lines(plan: Quantization | None) -> Iterator[str]:
-    """Say what is quantized, and what is not."""
-    if plan is None:
-        return
-    kinds = Counter(weight.algorithm for weight in plan.weights if weight.algorithm)
-    yield f"quantized    by {plan.recipe}: " + ", ".join(f"{n:,} weights {kind}" for kind, n in kinds.items())
-    if plan.kept:
-        yield (
-            f"kept         {len(plan.kept):,} weights stay as they are: FP8 in the recipe, but no "
-            f"--input-scales were given; first {plan.kept[0]}"
-        )
-    if plan.unused:
-        yield f"unused       {len(plan.unused):,} of the given scales, first {plan.unused[0]}"
 
 
 def _say_plan(opened: Checkpoint, target: Path, job: Job, options: ConvertOptions) -> None:

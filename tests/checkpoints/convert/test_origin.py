@@ -226,6 +226,38 @@ def test_the_tokenizer_of_the_run_goes_before_that_of_its_source(
     assert said(tmp_path / "given")["eos_token_id"] == [2, 11]
 
 
+def test_a_reference_is_a_hugging_face_folder_or_a_tokenizers(tmp_path: Path, capsys: Capture) -> None:
+    """Any other folder is refused before any work; code is copied only where config.json names it."""
+    release(tmp_path / "hf")
+    shutil.copytree(tmp_path / "hf", tmp_path / "reference")
+    for name in FILES:
+        (tmp_path / "hf" / name).unlink()
+    run(capsys, "convert", "from-hf", tmp_path / "hf", tmp_path / "m")
+    (tmp_path / "code").mkdir()
+    for name in ("train.py", "LICENSE", "generation_config.json"):
+        (tmp_path / "code" / name).write_text("{}")
+    words = ["convert", "to-hf", tmp_path / "m", tmp_path / "out", "--reference"]
+    assert cli.main([*map(str, words), str(tmp_path / "code")]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.endswith(
+        f"{tmp_path}/code: it has no config.json and no tokenizer: give a Hugging Face folder\n"
+    )
+    assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
+    # A folder of a tokenizer alone, as `finetune` gives.
+    (tmp_path / "code/tokenizer.json").write_bytes(FILES["tokenizer.json"])
+    run(capsys, *words, tmp_path / "code")
+    assert (tmp_path / "out/tokenizer.json").exists() and (tmp_path / "out/LICENSE").exists()
+    assert not list((tmp_path / "out").glob("*.py"))
+    shutil.rmtree(tmp_path / "out")
+    run(capsys, *words, tmp_path / "reference")
+    assert {name: (tmp_path / "out" / name).read_bytes() for name in FILES} == FILES
+    shutil.rmtree(tmp_path / "out")
+    path = tmp_path / "reference/config.json"
+    path.write_text(json.dumps({key: value for key, value in said(path.parent).items() if key != "auto_map"}))
+    run(capsys, *words, path.parent)
+    assert not list((tmp_path / "out").glob("*.py"))
+
+
 def test_a_source_of_another_model_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
