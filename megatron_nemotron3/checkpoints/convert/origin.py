@@ -240,8 +240,8 @@ def base_config(
         return data, ""
     if origin is None:
         return None, (
-            "config.json  the model's source is not known: without token ids, auto_map and the like, which "
-            "--reference DIR gives"
+            "config.json  the model's source is not known: without auto_map and the like, which --reference "
+            "DIR gives"
         )
     try:
         return _of_origin(config, origin), f"config.json  as in {shown(origin)}, where the model comes from"

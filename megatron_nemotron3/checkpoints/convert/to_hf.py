@@ -16,7 +16,7 @@ from megatron_nemotron3.checkpoints.convert.hf_folder import (
     safetensors_header,
 )
 from megatron_nemotron3.checkpoints.convert.job_options import SHARD_BYTES
-from megatron_nemotron3.checkpoints.convert.omni_config import omni_json
+from megatron_nemotron3.checkpoints.convert.omni_config import TEXT, omni_json, part
 from megatron_nemotron3.checkpoints.convert.plan import whole
 from megatron_nemotron3.checkpoints.convert.quantized import (
     Quantization,
@@ -64,10 +64,16 @@ def small_files(
     *,
     copied: Mapping[str, bytes] | None = None,
     base: Mapping[str, Any] | None = None,
+    ids: Mapping[str, int] | None = None,
     dtype: str = "bfloat16",
     quantization: Quantization | None = None,
 ) -> dict[str, bytes]:
-    """Return the other files of an HF folder: the index, config.json with other keys of `base`, `copied`."""
+    """Return the other files of an HF folder: the index, config.json, `copied`.
+
+    Args:
+        base: config.json whose other keys are kept.
+        ids: of special tokens, for the language model.
+    """
     result = dict(copied or {})
     if (text := index(plans)) is not None:
         result[INDEX] = text
@@ -75,6 +81,7 @@ def small_files(
         data = omni_json(config, reference=base, dtype=dtype)
     else:
         data = config_json.write(config, reference=base, dtype=dtype)
+    (part(data, TEXT) or data).update(ids or {})
     if quantization is not None:
         stated = hf_quant_config(quantization, "megatron-nemotron3")
         data[QUANTIZATION] = quantization_config(stated)
