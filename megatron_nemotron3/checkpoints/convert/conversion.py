@@ -91,7 +91,7 @@ def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
         omni=True,
     )
     opened = omni_parts.check_options(opened, options)
-    _check_alike(opened, options)
+    _check_opened(opened, options)
     opened = with_adapter(opened, options)
     if options.adapter_only:
         view, files, small = adapter_folder(opened, options)
@@ -178,7 +178,7 @@ def convert_from_hf(source: Path, target: Path, options: FromHfOptions) -> int:
         omni=True,
     )
     opened = omni_parts.check_options(opened, options)
-    _check_alike(opened, options)
+    _check_opened(opened, options)
     rows = from_hf.pad_vocab_size(opened.config.vocab_size, divisor)
     if base is not None:
         config_json.check_same_model(opened.config, base.config)
@@ -231,7 +231,10 @@ def _compare_logits(tokens: int, opened: Checkpoint, made: Checkpoint, dtype: st
     return 0 if report.passed else 1
 
 
-def _check_alike(opened: Checkpoint, options: ConvertOptions) -> None:
+def _check_opened(opened: Checkpoint, options: ConvertOptions) -> None:
+    least = opened.config.mtp_num_blocks + 2
+    if options.check_logits is not None and options.check_logits < least:
+        raise ValueError(f"--check-logits {options.check_logits}: give {least} or more")
     if options.dtype is None:
         types = {
             name: tensor.dtype

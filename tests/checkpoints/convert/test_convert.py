@@ -246,6 +246,8 @@ def test_not_a_number(small: Small, tmp_path: Path, capsys: pytest.CaptureFixtur
         (["to-hf", "{megatron}", "{out}", "--vocab-size", "9999"], "vocab_size=9999 is more than"),
         (["from-hf", "{hf}", "{out}", "--make-vocab-size-divisible-by", "0"], "use 1 or more"),
         (["from-hf", "{hf}", "{out}", "--tiny"], "--tiny requires --model"),
+        (["from-hf", "{hf}", "{out}", "--check-logits", "2"], "--check-logits 2: give 3 or more"),
+        (["to-hf", "{megatron}", "{out}", "--check-logits", "0"], "--check-logits 0: give 3 or more"),
     ],
 )
 def test_bad_input(
@@ -258,6 +260,15 @@ def test_bad_input(
     error = capsys.readouterr().err
     assert any(part in error for part in message.split("|")) and "Traceback" not in error
     assert not list(tmp_path.iterdir())
+
+
+def test_too_few_tokens_for_the_blocks_of_mtp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    write_hf(tmp_path / "hf", models.DISTINCT)
+    words = ("convert", "from-hf", tmp_path / "hf", tmp_path / "out", "--check-logits", 3)
+    assert models.DISTINCT.mtp_num_blocks == 2 and nemotron3(*words) == 2
+    assert capsys.readouterr() == ("", "nemotron3 convert from-hf: --check-logits 3: give 4 or more\n")
+    assert not (tmp_path / "out").exists()
 
 
 #: Refuses to import what a conversion must not need.
