@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +78,10 @@ def _of_tokenizer(name: str) -> bool:
     return name in _TOKENIZER or name.endswith(_TOKENIZER_ENDINGS)
 
 
+def _has_tokenizer(files: Iterable[str]) -> bool:
+    return any(name in _VOCABULARIES or name.endswith(".tiktoken") for name in files)
+
+
 def to_keep(opened: Checkpoint, base: Checkpoint | None) -> tuple[dict[str, bytes], list[str]]:
     """Return what a release checkpoint keeps of `opened`, a Hugging Face folder, and what cannot be kept.
 
@@ -91,6 +95,8 @@ def to_keep(opened: Checkpoint, base: Checkpoint | None) -> tuple[dict[str, byte
     files, lines = {}, []
     try:
         files = copied_files(folder)
+        if not _has_tokenizer(files):
+            lines.append(f"tokenizer    none found in {shown(folder)}: later commands need --tokenizer DIR")
     except CheckpointError as problem:
         lines.append(shown(f"not kept     {problem}"))
     return release_files(files, HUGGING_FACE, stated), lines
@@ -120,6 +126,8 @@ def to_copy(reference: Path | None, opened: Checkpoint) -> tuple[dict[str, bytes
         if any(name in copied for name in _VOCABULARIES):
             files = {name: data for name, data in files.items() if not _of_tokenizer(name)}
         files |= copied
+    if not _has_tokenizer(files):
+        return files, "tokenizer    none found: --reference DIR copies that of DIR"
     return files, "" if whose in (None, reference) else f"tokenizer    as in {shown(whose or '')}"
 
 

@@ -229,6 +229,19 @@ def test_the_tokenizer_of_the_run_goes_before_that_of_its_source(
     assert said(tmp_path / "given")["eos_token_id"] == [2, 11]
 
 
+def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path, capsys: Capture) -> None:
+    release(tmp_path / "hf")
+    assert "none found" not in run(capsys, "convert", "from-hf", tmp_path / "hf", tmp_path / "m")
+    assert "none found" not in run(capsys, "convert", "to-hf", tmp_path / "m", tmp_path / "back")
+    (tmp_path / "hf/tokenizer.json").unlink()
+    out = run(capsys, "convert", "from-hf", tmp_path / "hf", tmp_path / "bare")
+    line = f"tokenizer    none found in {tmp_path}/hf: later commands need --tokenizer DIR\n"
+    assert out.count("tokenizer  ") == 1 and line in out
+    out = run(capsys, "convert", "to-hf", tmp_path / "bare", tmp_path / "lost")
+    line = "tokenizer    none found: --reference DIR copies that of DIR\n"
+    assert out.count("tokenizer  ") == 1 and line in out
+
+
 def test_a_reference_is_a_hugging_face_folder_or_a_tokenizers(tmp_path: Path, capsys: Capture) -> None:
     """Any other folder is refused before any work; code is copied only where config.json names it."""
     release(tmp_path / "hf")
