@@ -235,6 +235,8 @@ def _check_opened(opened: Checkpoint, options: ConvertOptions) -> None:
     least = opened.config.mtp_num_blocks + 2
     if options.check_logits is not None and options.check_logits < least:
         raise ValueError(f"--check-logits {options.check_logits}: give {least} or more")
+    if options.lora_alpha is not None and opened.adapter is None:
+        raise ValueError(f"--lora-alpha: {opened.folder} has no LoRA adapter: leave it out")
     if options.dtype is None:
         types = {
             name: tensor.dtype

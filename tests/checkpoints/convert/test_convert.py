@@ -217,7 +217,18 @@ def test_tensors_left_over(small: Small, tmp_path: Path, capsys: pytest.CaptureF
     assert nemotron3(*words) == 2
     assert "2 tensors do not belong to the model, first 'vision.a'" in capsys.readouterr().err
     assert nemotron3(*words, "--allow-unused", "vision.*") == 0
-    assert "2 unused tensors" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "2 unused tensors" in out and "unmatched" not in out
+    assert nemotron3(*words[:2], folder / "hf", tmp_path / "all", "--allow-unused", "visoin.*") == 0
+    assert "unmatched    --allow-unused 'visoin.*': no tensor is called so\n" in capsys.readouterr().out
+    back = ("convert", "to-hf", folder / "megatron", tmp_path / "back", "--allow-unused", "*.bias_")
+    assert nemotron3(*back, "--json") == 0
+    notes = json.loads(capsys.readouterr().out)["notes"]
+    assert "unmatched --allow-unused '*.bias_': no tensor is called so" in notes
+    both = ("convert", "verify", tmp_path / "more", tmp_path / "out", "--allow-unused")
+    assert nemotron3(*both, "vision.*") == 0 and "unmatched" not in capsys.readouterr().out
+    assert nemotron3(*both, "vision.*", "--allow-unused", "vision.c") == 0
+    assert "unmatched    --allow-unused 'vision.c': no tensor is called so\n" in capsys.readouterr().out
     assert nemotron3("convert", "verify", folder / "hf", tmp_path / "out") == 0
 
 
@@ -242,6 +253,9 @@ def test_not_a_number(small: Small, tmp_path: Path, capsys: pytest.CaptureFixtur
         (["to-hf", "{megatron}", "{out}", "--model", "nano", "--tiny"], "super-tiny|nano-tiny"),
         (["to-hf", "{megatron}", "{out}", "--model", "supper"], "did you mean 'super'"),
         (["to-hf", "{megatron}", "{out}", "--shard-size", "many"], "give a size like 5GB"),
+        (["to-hf", "{megatron}", "{out}", "--lora-alpha", "8"], "/release has no LoRA adapter: leave it out"),
+        (["from-hf", "{hf}", "{out}", "--lora-alpha", "8"], "{hf} has no LoRA adapter: leave it out"),
+        (["verify", "{hf}", "{megatron}", "--lora-alpha", "8"], "{megatron} have no LoRA adapter: leave it"),
         (["to-hf", "{megatron}", "{out}", "--workers", "0"], "--workers 0: give 1 or more"),
         (["to-hf", "{megatron}", "{out}", "--vocab-size", "9999"], "vocab_size=9999 is more than"),
         (["from-hf", "{hf}", "{out}", "--make-vocab-size-divisible-by", "0"], "use 1 or more"),
@@ -258,7 +272,7 @@ def test_bad_input(
     }
     assert nemotron3("convert", *(word.format(**places) for word in words)) == 2
     error = capsys.readouterr().err
-    assert any(part in error for part in message.split("|")) and "Traceback" not in error
+    assert any(part in error for part in message.format(**places).split("|")) and "Traceback" not in error
     assert not list(tmp_path.iterdir())
 
 
