@@ -28,6 +28,7 @@ from megatron_nemotron3.checkpoints.convert.job_options import (
     model_of,
 )
 from megatron_nemotron3.checkpoints.convert.next_step import next_command
+from megatron_nemotron3.checkpoints.convert.omni_config import text_part
 from megatron_nemotron3.checkpoints.convert.opened import (
     Checkpoint,
     checkpoint_facts,
@@ -45,7 +46,7 @@ from megatron_nemotron3.checkpoints.convert.origin import (
 from megatron_nemotron3.checkpoints.convert.quantized import quantization, quantized_lines, read_scales
 from megatron_nemotron3.checkpoints.convert.quantized_views import Quantized
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
-from megatron_nemotron3.checkpoints.convert.special_tokens import special_ids, token_line
+from megatron_nemotron3.checkpoints.convert.special_tokens import token_line
 from megatron_nemotron3.checkpoints.convert.streams import FilePlan
 from megatron_nemotron3.checkpoints.convert.upload import check_url, upload
 from megatron_nemotron3.checkpoints.convert.views import Cast, Converted, Joined
@@ -119,20 +120,17 @@ def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
     files = to_hf.files(view.tensors, options.shard_bytes)
     stated, line = base_config(written or opened.config, reference, opened.origin)
     copied, line_of_files = to_copy(reference, opened)
-    ids = special_ids(copied, opened.config.vocab_size) if stated is None else None
     small = to_hf.small_files(
         written or opened.config,
         files,
         copied=copied,
         base=stated,
-        ids=ids,
         dtype=options.dtype or dtype,
         quantization=plan,
     )
-    lines += [
-        *filter(None, (line, token_line(ids), line_of_files)),
-        *_note_lines(opened, base, json.loads(small[CONFIG])),
-    ]
+    data = json.loads(small[CONFIG])
+    ids = token_line(text_part(data)) if stated is None else ""
+    lines += [*filter(None, (line, ids, line_of_files)), *_note_lines(opened, base, data)]
     notes = [*quantized_lines(plan), *lines]
     job = _job(opened, target, view, (files, small), options, scales)
     if not _run_job(opened, target, job, options, notes):

@@ -26,11 +26,11 @@ def special_ids(files: Mapping[str, bytes], vocab_size: int) -> dict[str, int]:
     return {key: number for key, number in ids.items() if type(number) is int and 0 <= number < vocab_size}
 
 
-def token_line(ids: Mapping[str, int] | None) -> str:
-    """Say which ids were taken; nothing if none were needed."""
-    listed = ", ".join(f"{key} {number}" for key, number in (ids or {}).items())
-    text = f"{listed}, as the tokenizer says" if ids else "none: no tokenizer says them"
-    return f"token ids    {text}" if ids is not None else ""
+def token_line(config: Mapping[str, Any]) -> str:
+    """Say which ids of `special_ids` the config.json of a language model has."""
+    ids = [f"{one}_id {config[one + '_id']}" for one in _TOKENS if f"{one}_id" in config]
+    text = f"{', '.join(ids)}, as the tokenizer says" if ids else "none: no tokenizer says them"
+    return f"token ids    {text}"
 
 
 def _ids(files: Mapping[str, bytes], tokens: set[Any]) -> dict[Any, Any]:
