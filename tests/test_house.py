@@ -28,7 +28,7 @@ ROOMS = {
     "cpu": 1040,
     "precision": 4300,
     "layers": 4340,
-    "checkpoints": 11090,
+    "checkpoints": 11315,
     "launch": 10460,
     "boundary": 4330,
     "train": 9965,

@@ -267,10 +267,8 @@ def describe(index: CheckpointIndex) -> None:
         for name, tensor in index.tensors.items()
         if "optimizer" not in name.split(".")
     )
-    say(
-        f"  of these     {model:,} elements are the model's, the rest is optimizer state",
-        model_elements=model,
-    )
+    rest = ", the rest is optimizer state" * (model < sum(math.prod(tensor.shape) for tensor in tensors))
+    say(f"  of these     {model:,} elements are the model's{rest}", model_elements=model)
     say(f"  objects      {len(index.objects):,}", objects=len(index.objects))
     files, size = len(index.files), sum(index.files.values())
     say(f"  files        {files:,} with {size:,} bytes", files=files, bytes=size)

@@ -46,7 +46,7 @@ _EVIDENCE = (
     ("hugging face", re.compile(rf"{re.escape(HF_INDEX)}|.*\.safetensors")),
 )
 #: Files of which a tokenizer's folder has at least one.
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 #: Largest number of folders that a message names.
 _NAMED = 5
 
@@ -106,9 +106,9 @@ def require_tokenizer(folder: str | Path) -> None:
     path = Path(folder)
     if not path.is_dir():
         raise ValueError(f"--tokenizer {folder} is {'a file' if path.exists() else 'missing'}: give a folder")
-    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):
         raise ValueError(
-            f"--tokenizer {folder} holds no tokenizer: it has none of {', '.join(_TOKENIZER_FILES)}"
+            f"--tokenizer {folder} holds no tokenizer: it has none of {', '.join(TOKENIZER_FILES)}"
         )
     if first_missing("tokenizers"):  # where transformers ends in a NameError
         raise ValueError(not_installed("tokenizers"))

@@ -230,10 +230,10 @@ def _release(path: Path, descriptor: int, own: Holder) -> None:
 
 def _refusal(folder: Path, found: list[Holder], orphaned: bool) -> str:
     if not found:
-        return f"{folder} is in use by another process (wait for it or choose another --output)"
+        return f"{folder} is in use by another process (wait for it, or choose another folder)"
     text = f"{folder} is in use by {found[0]}"
     if not orphaned:
-        return f"{text} (wait for it or choose another --output)"
+        return f"{text} (wait for it, or choose another folder)"
     pids = ", ".join(map(str, _users(folder / NAME))) or "on this or another machine"
     return f"{text}; that process has ended, but one that it started has not (process {pids}): end it first"
 

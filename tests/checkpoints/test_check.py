@@ -55,6 +55,19 @@ def test_a_sound_checkpoint(folder: Path, words: tuple[str, ...], capsys: pytest
     assert ("CRC32 of" in out) == bool(words)
 
 
+def test_only_a_rest_is_called_optimizer_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weight = torch.ones(3, 5)
+    content = {"w": weight, "optimizer.state.exp_avg.w": weight}
+    lines = []
+    for name in ("iter_0000001", "iter_0000002"):
+        writer.write(tmp_path / name, content, 1)
+        _, out, _ = _check(capsys, str(tmp_path / name))
+        lines += [line.split("  ")[-1].strip() for line in out.splitlines() if "of these" in line]
+        content = {"w": weight}
+    said = "15 elements are the model's"
+    assert lines == [f"{said}, the rest is optimizer state", said]
+
+
 def test_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The document says what the lines say; of a damaged checkpoint, too."""
     status, out, err = _check(capsys, str(folder), "--full", "--json")

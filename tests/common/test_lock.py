@@ -72,7 +72,7 @@ def test_a_second_process_is_refused_by_name(tmp_path: Path, start: Start) -> No
     said = _said(second)
     assert second.wait() == 2
     assert said.startswith(f"{tmp_path} is in use by {first.pid} on {os.uname().nodename} since 2")
-    assert said.endswith(": nemotron3 train super (wait for it or choose another --output)")
+    assert said.endswith(": nemotron3 train super (wait for it, or choose another folder)")
     found = lock.holder(tmp_path)
     assert found is not None and (found.pid, found.command) == (first.pid, "nemotron3 train super")
 

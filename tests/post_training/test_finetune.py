@@ -135,7 +135,7 @@ def test_the_steps_and_a_start_after_an_interrupt(
     capsys.readouterr()
     with lock.held(tuned, "the other one"):
         assert cli.main(words) == 2
-    assert "the other one (wait for it or choose another --output)" in capsys.readouterr().err
+    assert "the other one (wait for it, or choose another folder)" in capsys.readouterr().err
     assert cli.main(words) == 0
     out = capsys.readouterr().out
     assert (tuned / "before.json").read_bytes() == before == (tuned / "after.json").read_bytes()

@@ -203,7 +203,7 @@ def test_a_second_training_is_refused(
         assert _train(trained, text, "--steps", "20") == 2
         (said,) = capsys.readouterr().err.splitlines()
         assert said.startswith(f"nemotron3 train: {folder} is in use by {os.getpid()} on ")
-        assert said.endswith(": the first (wait for it or choose another --output)")
+        assert said.endswith(": the first (wait for it, or choose another folder)")
         with pytest.raises(SystemExit) as end:
             run.main(["--device", "cpu", str(processes.ENTRY), "--save", str(folder)])
         assert end.value.code == 2 and "is in use by" in capsys.readouterr().err

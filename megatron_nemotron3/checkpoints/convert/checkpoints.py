@@ -180,6 +180,7 @@ def open_megatron(folder: Path, **options: Any) -> Checkpoint:
         omni=encoders,
         origin=origin,
         tokenizers=tuple(tokenizer_folders(place, located.run, arguments)),
+        unmatched=_unmatched(source.tensors, settings.allow_unused),
     ).with_float32()
 
 
@@ -199,7 +200,8 @@ def open_hugging_face(folder: Path, **options: Any) -> Checkpoint:
         if settings.mtp_from is not None:
             raise ValueError("--mtp-from: it is for language models, and this one has encoders")
         unused = [name for name in source.tensors if _matches_any(name, settings.allow_unused)]
-        return omni_checkpoint.open_omni(folder, source, data, model, unused)
+        opened = omni_checkpoint.open_omni(folder, source, data, model, unused)
+        return dataclasses.replace(opened, unmatched=_unmatched(source.tensors, settings.allow_unused))
     if isinstance(model, OmniConfig):
         raise ValueError(f"{folder}: it is a language model, and --model {model.name} has encoders")
     left_out: Counter[str] = Counter()
@@ -218,6 +220,7 @@ def open_hugging_face(folder: Path, **options: Any) -> Checkpoint:
         )
     used = [name for name in source.tensors if not _matches_any(name, settings.allow_unused)]
     left_out["unused"] = len(source.tensors) - len(used)
+    unmatched = _unmatched(source.tensors, settings.allow_unused)
     if settings.mtp_num_layers == 0:
         if settings.mtp_from is not None:
             raise ValueError("--mtp-from and --mtp-num-layers 0: give one of them")
@@ -245,6 +248,7 @@ def open_hugging_face(folder: Path, **options: Any) -> Checkpoint:
         mtp_source=mtp_source,
         stated=data,
         mtp_from=settings.mtp_from,
+        unmatched=unmatched,
     ).with_float32()
 
 
@@ -301,6 +305,11 @@ def _weight_keys(tensors: Iterable[str], allow_unused: Sequence[str]) -> tuple[d
         else:
             keys[plain_name(key)] = key
     return keys, left_out
+
+
+def _unmatched(names: Iterable[str], patterns: Sequence[str]) -> tuple[str, ...]:
+    found = list(names)
+    return tuple(one for one in patterns if not any(fnmatchcase(name, one) for name in found))
 
 
 def _matches_any(name: str, patterns: Sequence[str]) -> bool:

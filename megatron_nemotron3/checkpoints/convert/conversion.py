@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ from megatron_nemotron3.checkpoints.convert.job_options import (
     ToHfOptions,
     model_of,
 )
+from megatron_nemotron3.checkpoints.convert.next_step import next_command
+from megatron_nemotron3.checkpoints.convert.omni_config import text_part
 from megatron_nemotron3.checkpoints.convert.opened import (
     Checkpoint,
     checkpoint_facts,
@@ -34,11 +36,17 @@ from megatron_nemotron3.checkpoints.convert.opened import (
     notes_of,
     say_notes,
 )
-from megatron_nemotron3.checkpoints.convert.origin import base_config, stated_number, to_copy, to_keep
-from megatron_nemotron3.checkpoints.convert.peft import PackedAdapter
-from megatron_nemotron3.checkpoints.convert.quantized import Quantization, quantization, read_scales
+from megatron_nemotron3.checkpoints.convert.origin import (
+    base_config,
+    check_reference,
+    stated_number,
+    to_copy,
+    to_keep,
+)
+from megatron_nemotron3.checkpoints.convert.quantized import quantization, quantized_lines, read_scales
 from megatron_nemotron3.checkpoints.convert.quantized_views import Quantized
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
+from megatron_nemotron3.checkpoints.convert.special_tokens import token_line
 from megatron_nemotron3.checkpoints.convert.streams import FilePlan
 from megatron_nemotron3.checkpoints.convert.upload import check_url, upload
 from megatron_nemotron3.checkpoints.convert.views import Cast, Converted, Joined
@@ -60,6 +68,7 @@ def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
     """Convert a Megatron checkpoint to a Hugging Face folder. Returns the exit status."""
     options = replace(options, config=options.config or model_of(options.which))
     _check_target(target, options)
+    check_reference(options.reference)
     if options.push_to_hub is not None:
         if options.url is not None:
             raise ValueError(
@@ -83,7 +92,7 @@ def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
         omni=True,
     )
     opened = omni_parts.check_options(opened, options)
-    _check_alike(opened, options)
+    _check_opened(opened, options)
     opened = with_adapter(opened, options)
     if options.adapter_only:
         view, files, small = adapter_folder(opened, options)
@@ -119,8 +128,10 @@ def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
         dtype=options.dtype or dtype,
         quantization=plan,
     )
-    lines += [*filter(None, (line, line_of_files)), *_note_lines(opened, base, json.loads(small[CONFIG]))]
-    notes = [*_quantized_lines(plan), *lines]
+    data = json.loads(small[CONFIG])
+    ids = token_line(text_part(data)) if stated is None else ""
+    lines += [*filter(None, (line, ids, line_of_files)), *_note_lines(opened, base, data)]
+    notes = [*quantized_lines(plan), *lines]
     job = _job(opened, target, view, (files, small), options, scales)
     if not _run_job(opened, target, job, options, notes):
         return 0
@@ -165,7 +176,7 @@ def convert_from_hf(source: Path, target: Path, options: FromHfOptions) -> int:
         omni=True,
     )
     opened = omni_parts.check_options(opened, options)
-    _check_alike(opened, options)
+    _check_opened(opened, options)
     rows = from_hf.pad_vocab_size(opened.config.vocab_size, divisor)
     if base is not None:
         config_json.check_same_model(opened.config, base.config)
@@ -218,7 +229,12 @@ def _compare_logits(tokens: int, opened: Checkpoint, made: Checkpoint, dtype: st
     return 0 if report.passed else 1
 
 
-def _check_alike(opened: Checkpoint, options: ConvertOptions) -> None:
+def _check_opened(opened: Checkpoint, options: ConvertOptions) -> None:
+    least = opened.config.mtp_num_blocks + 2
+    if options.check_logits is not None and options.check_logits < least:
+        raise ValueError(f"--check-logits {options.check_logits}: give {least} or more")
+    if options.lora_alpha is not None and opened.adapter is None:
+        raise ValueError(f"--lora-alpha: {opened.folder} has no LoRA adapter: leave it out")
     if options.dtype is None:
         types = {
             name: tensor.dtype
@@ -240,21 +256,6 @@ def _note_lines(opened: Checkpoint, base: Checkpoint | None, data: Mapping[str, 
     """Say what a part is put into, and what a config.json says that matters."""
     into = [] if base is None else [f"into         {checkpoint_line(base)}"]
     return into + notes_of(opened, data)
-
-
-def _quantized_lines(plan: Quantization | None) -> Iterator[str]:
-    """Say what is quantized, and what is not."""
-    if plan is None:
-        return
-    kinds = Counter(weight.algorithm for weight in plan.weights if weight.algorithm)
-    yield f"quantized    by {plan.recipe}: " + ", ".join(f"{n:,} weights {kind}" for kind, n in kinds.items())
-    if plan.kept:
-        yield (
-            f"kept         {len(plan.kept):,} weights stay as they are: FP8 in the recipe, but no "
-            f"--input-scales were given; first {plan.kept[0]}"
-        )
-    if plan.unused:
-        yield f"unused       {len(plan.unused):,} of the given scales, first {plan.unused[0]}"
 
 
 def _say_plan(opened: Checkpoint, target: Path, job: Job, options: ConvertOptions) -> None:
@@ -324,14 +325,9 @@ def _run_job(
         seconds=seconds,
         manifest=shown(target / MANIFEST),
     )
-    same = options.only is None and not isinstance(job.source, (Quantized, PackedAdapter))
-    if options.check_logits is None and same:
-        words = ""
-        if opened.mtp_from is not None:
-            words = f" --mtp-from {shown(opened.mtp_from)}"
-        elif isinstance(options, FromHfOptions) and options.mtp.mtp_num_layers == 0:
-            words = " --mtp-num-layers 0"
-        say(f"next         nemotron3 convert verify {shown(opened.folder)} {shown(target)}{words}")
+    if options.check_logits is None:
+        after = next_command(opened, target, job.source, options, cast=_is_cast(opened, options.dtype))
+        say(after and f"next         {after}")
     return True
 
 
@@ -352,6 +348,12 @@ def _cast(view: TensorSource, dtype: str | None, opened: Checkpoint, *, hf: bool
         if mapping.row.float32 or t.dtype not in inventory.WEIGHT_TYPES
     }
     return Cast(view, dtype, keep=kept.__contains__)
+
+
+def _is_cast(opened: Checkpoint, dtype: str | None) -> bool:
+    """Whether `dtype` is another type than a weight's."""
+    cast = _cast(opened.weights, dtype, opened, hf=opened.kind == "hugging face").tensors
+    return any(tensor.dtype != cast[name].dtype for name, tensor in opened.weights.tensors.items())
 
 
 def _job_options(options: ConvertOptions, scales: Mapping[str, float] | None = None) -> dict[str, object]:

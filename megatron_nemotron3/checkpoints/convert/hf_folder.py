@@ -43,6 +43,7 @@ from megatron_nemotron3.checkpoints.metadata import (
 )
 from megatron_nemotron3.checkpoints.read import MappedFile
 from megatron_nemotron3.common.files import first_repeated
+from megatron_nemotron3.common.output import count
 
 #: The file that ModelOpt's exporter writes next to config.json.
 HF_QUANT_CONFIG = "hf_quant_config.json"
@@ -58,6 +59,8 @@ _OTHER_KINDS = (
     (r"(?i)omni", f"Nemotron Omni model, a {_MULTIMODAL}"),
     (r"(?i)(?:^|[_-])vl(?:[_-]|$)", f"Nemotron VL model, a {_MULTIMODAL}"),
 )
+#: Weights as pickles, which are not read.
+_PICKLED = re.compile(r"pytorch_model.*\.bin")
 #: Keys of such configurations.
 _PARTS = (
     *("vision_config", "audio_config", "sound_config", "llm_config", "text_config"),
@@ -98,9 +101,7 @@ def open_hf(folder: Path) -> FileSource:
     """Open every tensor of the folder; only the headers of its files are read."""
     if not os.path.lexists(folder / INDEX):
         if not os.path.lexists(folder / SINGLE):
-            raise CheckpointError(
-                f"{folder}: it has neither {SINGLE} nor {INDEX}: is it a Megatron checkpoint?"
-            )
+            raise CheckpointError(f"{folder}: {_without_weights(os.listdir(folder))}")
         return open_files(folder, [SINGLE])
     listed = _weight_map(folder)
     if os.path.lexists(folder / SINGLE) and SINGLE not in listed.values():
@@ -114,6 +115,22 @@ def open_hf(folder: Path) -> FileSource:
             f"{folder / INDEX}: {len(missing)} tensors are in no file, first {missing[0]!r:.100}"
         )
     return source
+
+
+def _without_weights(names: Iterable[str]) -> str:
+    """Say what a folder with neither an index nor a single file is, and the cure."""
+    names = set(names)
+    if names & {"adapter_config.json", "adapter_model.safetensors"}:
+        return "it is a LoRA adapter without a model: give the model, and the adapter as --adapter"
+    if shards := sorted(name for name in names if name.endswith(".safetensors")):
+        number = count(len(shards), "file")
+        return f"the index is missing: it has {number} like {shards[0]} and no {INDEX}: copy it here"
+    if pickles := sorted(name for name in names if _PICKLED.fullmatch(name)):
+        return (
+            f"it has {pickles[0]} and no safetensors: save it as safetensors (transformers: from_pretrained, "
+            "then save_pretrained)"
+        )
+    return f"it has neither {SINGLE} nor {INDEX}: is it a Megatron checkpoint?"
 
 
 def open_files(folder: Path, names: Sequence[str], listed: Mapping[str, str] | None = None) -> FileSource:

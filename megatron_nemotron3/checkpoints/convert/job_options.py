@@ -55,7 +55,9 @@ class ConvertOptions(StoredOptions):
     """Options of both directions."""
 
     check_logits: int | None = option(
-        "after the conversion, compare the logits of both checkpoints on N tokens, layer by layer", "N"
+        "after the conversion, compare the logits of both checkpoints on N tokens, layer by layer",
+        "N",
+        least=3,
     )
     adapter: Path | None = option("LoRA adapter to add: a folder saved by peft", "DIR", group=_LORA)
     adapter_only: bool = False

@@ -56,6 +56,8 @@ class Checkpoint:
     tokenizers: tuple[Path, ...] = ()
     #: The checkpoint that MTP was taken from, if another.
     mtp_from: Path | None = None
+    #: Patterns of tensors that may be left out, and that no tensor has.
+    unmatched: tuple[str, ...] = ()
     #: Tensors of FP32 that were stored in fewer bits, and are read as FP32 -> their stored type.
     narrow: dict[str, str] = field(default_factory=dict)
 
@@ -160,7 +162,13 @@ def say_notes(notes: Iterable[str], begin: str = "") -> None:
 
 def notes_of(opened: Checkpoint, data: Mapping[str, Any]) -> list[str]:
     """Return what is to be known of a checkpoint that is read, and of a config.json of its model."""
-    return _file_notes(opened) + bias_notes(opened) + _config_notes(opened, data)
+    notes = unmatched_notes(opened.unmatched) + _file_notes(opened)
+    return notes + bias_notes(opened) + _config_notes(opened, data)
+
+
+def unmatched_notes(patterns: Iterable[str]) -> list[str]:
+    """Name the patterns of --allow-unused that have no effect."""
+    return [f"unmatched    --allow-unused {pattern!r}: no tensor is called so" for pattern in patterns]
 
 
 def bias_notes(opened: Checkpoint) -> list[str]:

@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,13 @@ from megatron_nemotron3.checkpoints.convert.config_json import check_same_model,
 from megatron_nemotron3.checkpoints.convert.config_keys import QUANTIZATION
 from megatron_nemotron3.checkpoints.convert.hf_folder import CONFIG, read_config
 from megatron_nemotron3.checkpoints.convert.omni_config import omni_config, require_same, text_part
-from megatron_nemotron3.checkpoints.folders import HUGGING_FACE, RELEASE, TOKENIZER, locate_one
+from megatron_nemotron3.checkpoints.folders import (
+    HUGGING_FACE,
+    RELEASE,
+    TOKENIZER,
+    TOKENIZER_FILES,
+    locate_one,
+)
 from megatron_nemotron3.checkpoints.metadata import CheckpointError, read_file, read_json, regular_file_size
 from megatron_nemotron3.checkpoints.remote import shown
 from megatron_nemotron3.checkpoints.state import read_arguments
@@ -43,6 +49,8 @@ _TOKENIZER_ENDINGS, _COPIED_ENDINGS = (".jinja", ".tiktoken"), (".py",)
 _COPIED_BEGINNINGS = ("LICENSE", "NOTICE")
 #: Files of which a tokenizer has one.
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+#: Files besides config.json that may name code of the folder (auto_map).
+_NAMING_CODE = ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 #: Longest file that is copied, in bytes; the tokenizer has 17 MB.
 _COPIED_LIMIT = 256 << 20
 #: Prepared data of a run of `nemotron3 train`.
@@ -70,6 +78,10 @@ def _of_tokenizer(name: str) -> bool:
     return name in _TOKENIZER or name.endswith(_TOKENIZER_ENDINGS)
 
 
+def _has_tokenizer(files: Iterable[str]) -> bool:
+    return any(name in _VOCABULARIES or name.endswith(".tiktoken") for name in files)
+
+
 def to_keep(opened: Checkpoint, base: Checkpoint | None) -> tuple[dict[str, bytes], list[str]]:
     """Return what a release checkpoint keeps of `opened`, a Hugging Face folder, and what cannot be kept.
 
@@ -83,6 +95,8 @@ def to_keep(opened: Checkpoint, base: Checkpoint | None) -> tuple[dict[str, byte
     files, lines = {}, []
     try:
         files = copied_files(folder)
+        if not _has_tokenizer(files):
+            lines.append(f"tokenizer    none found in {shown(folder)}: later commands need --tokenizer DIR")
     except CheckpointError as problem:
         lines.append(shown(f"not kept     {problem}"))
     return release_files(files, HUGGING_FACE, stated), lines
@@ -103,18 +117,40 @@ def to_copy(reference: Path | None, opened: Checkpoint) -> tuple[dict[str, bytes
     They are those of the reference, of the checkpoint's tokenizer, and of its origin. The first that has a
     file wins; a tokenizer is that of one folder.
     """
-    if reference is not None and not reference.is_dir():
-        raise ValueError(f"{reference}: --reference must be a folder")
     places = filter(None, (reference, *opened.tokenizers, opened.origin))
     has_one = (place for place in places if any(os.path.isfile(place / name) for name in _VOCABULARIES))
     whose = next(has_one, None)
     files: dict[str, bytes] = {}
     folders = dict.fromkeys(filter(None, (reference, whose, opened.origin)))
-    for copied in reversed([copied_files(folder) for folder in folders]):
+    for copied in reversed([_of_reference(f) if f == reference else copied_files(f) for f in folders]):
         if any(name in copied for name in _VOCABULARIES):
             files = {name: data for name, data in files.items() if not _of_tokenizer(name)}
         files |= copied
+    if not _has_tokenizer(files):
+        return files, "tokenizer    none found: --reference DIR copies that of DIR"
     return files, "" if whose in (None, reference) else f"tokenizer    as in {shown(whose or '')}"
+
+
+def check_reference(folder: Path | None) -> None:
+    """Refuse a --reference that is neither a Hugging Face folder nor that of a tokenizer."""
+    if folder is None:
+        return
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: --reference must be a folder")
+    if not any(os.path.lexists(folder / name) for name in (CONFIG, *TOKENIZER_FILES)):
+        raise ValueError(
+            f"--reference {folder}: it has no {CONFIG} and no tokenizer: give a Hugging Face folder"
+        )
+
+
+def _of_reference(folder: Path) -> dict[str, bytes]:
+    """Return what is copied of a reference: code only if a config.json, or what belongs to it, names some."""
+    files = copied_files(folder)
+    if any(name.endswith(".py") for name in files):
+        named = (name for name in (CONFIG, *_NAMING_CODE) if os.path.lexists(folder / name))
+        if not (os.path.lexists(folder / CONFIG) and any("auto_map" in read_json(folder / n) for n in named)):
+            return {name: data for name, data in files.items() if not name.endswith(".py")}
+    return files
 
 
 def find_origin(checkpoint: Path, run: Path | None, arguments: Mapping[str, Any]) -> Path | None:
@@ -212,8 +248,8 @@ def base_config(
         return data, ""
     if origin is None:
         return None, (
-            "config.json  the model's source is not known: without token ids, auto_map and the like, which "
-            "--reference DIR gives"
+            "config.json  the model's source is not known: without auto_map and the like, which --reference "
+            "DIR gives"
         )
     try:
         return _of_origin(config, origin), f"config.json  as in {shown(origin)}, where the model comes from"

@@ -24,7 +24,8 @@ looks for W4A16_NVFP4 there.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -281,3 +282,18 @@ def _excluded_modules(plan: Quantization) -> list[str]:
         if not w.algorithm and w.tensor.name.endswith(".weight")
     )
     return sorted({m for m in modules if m.endswith((*_LAYERS, "*"))})
+
+
+def quantized_lines(plan: Quantization | None) -> Iterator[str]:
+    """Say what is quantized, and what is not."""
+    if plan is None:
+        return
+    kinds = Counter(weight.algorithm for weight in plan.weights if weight.algorithm)
+    yield f"quantized    by {plan.recipe}: " + ", ".join(f"{n:,} weights {kind}" for kind, n in kinds.items())
+    if plan.kept:
+        yield (
+            f"kept         {len(plan.kept):,} weights stay as they are: FP8 in the recipe, but no "
+            f"--input-scales were given; first {plan.kept[0]}"
+        )
+    if plan.unused:
+        yield f"unused       {len(plan.unused):,} of the given scales, first {plan.unused[0]}"

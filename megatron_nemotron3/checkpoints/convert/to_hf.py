@@ -16,7 +16,7 @@ from megatron_nemotron3.checkpoints.convert.hf_folder import (
     safetensors_header,
 )
 from megatron_nemotron3.checkpoints.convert.job_options import SHARD_BYTES
-from megatron_nemotron3.checkpoints.convert.omni_config import omni_json
+from megatron_nemotron3.checkpoints.convert.omni_config import TEXT, omni_json, part
 from megatron_nemotron3.checkpoints.convert.plan import whole
 from megatron_nemotron3.checkpoints.convert.quantized import (
     Quantization,
@@ -24,6 +24,7 @@ from megatron_nemotron3.checkpoints.convert.quantized import (
     quantization_config,
 )
 from megatron_nemotron3.checkpoints.convert.sources import SourceTensor
+from megatron_nemotron3.checkpoints.convert.special_tokens import special_ids
 from megatron_nemotron3.checkpoints.convert.streams import FilePlan, Part, grouped
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.omni import OmniConfig
@@ -67,7 +68,11 @@ def small_files(
     dtype: str = "bfloat16",
     quantization: Quantization | None = None,
 ) -> dict[str, bytes]:
-    """Return the other files of an HF folder: the index, config.json with other keys of `base`, `copied`."""
+    """Return the other files of an HF folder: the index, config.json, `copied`.
+
+    Args:
+        base: config.json whose other keys are kept; without one, the tokenizer in `copied` says token ids.
+    """
     result = dict(copied or {})
     if (text := index(plans)) is not None:
         result[INDEX] = text
@@ -75,6 +80,9 @@ def small_files(
         data = omni_json(config, reference=base, dtype=dtype)
     else:
         data = config_json.write(config, reference=base, dtype=dtype)
+    if base is None:
+        language = config.language if isinstance(config, OmniConfig) else config
+        (part(data, TEXT) or data).update(special_ids(result, language.vocab_size))
     if quantization is not None:
         stated = hf_quant_config(quantization, "megatron-nemotron3")
         data[QUANTIZATION] = quantization_config(stated)

@@ -18,6 +18,7 @@ from megatron_nemotron3.checkpoints.convert.opened import (
     checkpoint_line,
     narrower_notes,
     say_notes,
+    unmatched_notes,
 )
 from megatron_nemotron3.checkpoints.convert.plan import bands, whole
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource, raw
@@ -43,9 +44,12 @@ def verify(a: Path, b: Path, both: Mapping[str, Any], first: Mapping[str, Any], 
         first: more options for `a`.
     """
     sides = [open_checkpoint(a, omni=True, **both, **first), open_checkpoint(b, omni=True, **both)]
+    if both.get("alpha") is not None and all(side.adapter is None for side in sides):
+        raise ValueError(f"--lora-alpha: {a} and {b} have no LoRA adapter: leave it out")
     for name, side in zip("ab", sides):
         say(f"{name}            {checkpoint_line(side)}", **{name: checkpoint_facts(side)})
     mine, theirs = (side.hf_view() for side in sides)
+    say_notes(unmatched_notes(one for one in sides[0].unmatched if one in sides[1].unmatched))
     say_notes(note for side in sides for note in bias_notes(side))
     say_notes(narrower_notes(mine, theirs))
     total = sum(t.nbytes for name, t in mine.tensors.items() if name in theirs.tensors)

@@ -6,6 +6,7 @@ tests/golden/peft was written by the peft library (tests/golden/make_peft_adapte
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,14 @@ def message(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     return capsys.readouterr().err
 
 
+def pasted(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Run the command that a conversion printed last; returns it."""
+    *_, line = capsys.readouterr().out.splitlines()
+    words = shlex.split(line.removeprefix("next         nemotron3 "))
+    assert main(words) == 0
+    return words
+
+
 def assert_merged(folder: Path, merged: dict[str, Tensor]) -> None:
     """The folder's tensors are `merged` to rounding, and the base's to the bit."""
     found, before = load_file(folder / "model.safetensors"), base_values()
@@ -99,6 +108,18 @@ def test_there_and_back(base: Path, shared: Path, tmp_path: Path) -> None:
     assert (
         main(["convert", "verify", str(tmp_path / "megatron"), str(tmp_path / "hf"), "--workers", "1"]) == 0
     )
+
+
+def test_the_printed_command_passes(base: Path, shared: Path, tmp_path: Path, capsys: Any) -> None:
+    """`verify` merges a checkpoint's own adapter, and knows nothing of one that the conversion adds."""
+    run("from-hf", base, tmp_path / "m", "--adapter", shared)
+    assert pasted(capsys)[0] == "check"
+    run("from-hf", base, tmp_path / "merged", "--adapter", shared, "--merge-adapter")
+    assert pasted(capsys)[0] == "check"
+    run("to-hf", tmp_path / "m", tmp_path / "hf", "--merge-adapter", "--lora-alpha", 3.5)
+    assert pasted(capsys)[-2:] == ["--lora-alpha", "3.5"]
+    run("to-hf", tmp_path / "m", tmp_path / "peft", "--adapter-only")
+    assert "next " not in capsys.readouterr().out
 
 
 def trained(config: Nemotron3Config, lora: LoRASettings) -> tuple[dict[str, Tensor], Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from megatron_nemotron3.checkpoints.convert import config_json
 from megatron_nemotron3.checkpoints.convert.checkpoints import open_checkpoint
 from megatron_nemotron3.models import Nemotron3Config, get, names, tiny
 from tests.support import convert_models as models
-from tests.support.checkpoint_writer import same_bytes
+from tests.support.checkpoint_writer import same_bytes, write
 from tests.support.counted_job import digest
 from tests.support.hf_folders import hf_values, read_hf, write_hf
 from tests.support.megatron_tensors import megatron_tensors
@@ -216,7 +217,18 @@ def test_tensors_left_over(small: Small, tmp_path: Path, capsys: pytest.CaptureF
     assert nemotron3(*words) == 2
     assert "2 tensors do not belong to the model, first 'vision.a'" in capsys.readouterr().err
     assert nemotron3(*words, "--allow-unused", "vision.*") == 0
-    assert "2 unused tensors" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "2 unused tensors" in out and "unmatched" not in out
+    assert nemotron3(*words[:2], folder / "hf", tmp_path / "all", "--allow-unused", "visoin.*") == 0
+    assert "unmatched    --allow-unused 'visoin.*': no tensor is called so\n" in capsys.readouterr().out
+    back = ("convert", "to-hf", folder / "megatron", tmp_path / "back", "--allow-unused", "*.bias_")
+    assert nemotron3(*back, "--json") == 0
+    notes = json.loads(capsys.readouterr().out)["notes"]
+    assert "unmatched --allow-unused '*.bias_': no tensor is called so" in notes
+    both = ("convert", "verify", tmp_path / "more", tmp_path / "out", "--allow-unused")
+    assert nemotron3(*both, "vision.*") == 0 and "unmatched" not in capsys.readouterr().out
+    assert nemotron3(*both, "vision.*", "--allow-unused", "vision.c") == 0
+    assert "unmatched    --allow-unused 'vision.c': no tensor is called so\n" in capsys.readouterr().out
     assert nemotron3("convert", "verify", folder / "hf", tmp_path / "out") == 0
 
 
@@ -241,10 +253,15 @@ def test_not_a_number(small: Small, tmp_path: Path, capsys: pytest.CaptureFixtur
         (["to-hf", "{megatron}", "{out}", "--model", "nano", "--tiny"], "super-tiny|nano-tiny"),
         (["to-hf", "{megatron}", "{out}", "--model", "supper"], "did you mean 'super'"),
         (["to-hf", "{megatron}", "{out}", "--shard-size", "many"], "give a size like 5GB"),
+        (["to-hf", "{megatron}", "{out}", "--lora-alpha", "8"], "/release has no LoRA adapter: leave it out"),
+        (["from-hf", "{hf}", "{out}", "--lora-alpha", "8"], "{hf} has no LoRA adapter: leave it out"),
+        (["verify", "{hf}", "{megatron}", "--lora-alpha", "8"], "{megatron} have no LoRA adapter: leave it"),
         (["to-hf", "{megatron}", "{out}", "--workers", "0"], "--workers 0: give 1 or more"),
         (["to-hf", "{megatron}", "{out}", "--vocab-size", "9999"], "vocab_size=9999 is more than"),
         (["from-hf", "{hf}", "{out}", "--make-vocab-size-divisible-by", "0"], "use 1 or more"),
         (["from-hf", "{hf}", "{out}", "--tiny"], "--tiny requires --model"),
+        (["from-hf", "{hf}", "{out}", "--check-logits", "2"], "--check-logits 2: give 3 or more"),
+        (["to-hf", "{megatron}", "{out}", "--check-logits", "0"], "--check-logits 0: give 3 or more"),
     ],
 )
 def test_bad_input(
@@ -255,8 +272,17 @@ def test_bad_input(
     }
     assert nemotron3("convert", *(word.format(**places) for word in words)) == 2
     error = capsys.readouterr().err
-    assert any(part in error for part in message.split("|")) and "Traceback" not in error
+    assert any(part in error for part in message.format(**places).split("|")) and "Traceback" not in error
     assert not list(tmp_path.iterdir())
+
+
+def test_too_few_tokens_for_the_blocks_of_mtp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    write_hf(tmp_path / "hf", models.DISTINCT)
+    words = ("convert", "from-hf", tmp_path / "hf", tmp_path / "out", "--check-logits", 3)
+    assert models.DISTINCT.mtp_num_blocks == 2 and nemotron3(*words) == 2
+    assert capsys.readouterr() == ("", "nemotron3 convert from-hf: --check-logits 3: give 4 or more\n")
+    assert not (tmp_path / "out").exists()
 
 
 #: Refuses to import what a conversion must not need.
@@ -276,6 +302,55 @@ _HEAVY = ("megatron", "transformers", "transformer_engine", "mamba_ssm", "triton
 def _alone(refused: tuple[str, ...], *commands: tuple[object, ...]) -> subprocess.CompletedProcess[str]:
     code = _ALONE.format(refused=refused, commands=[[str(word) for word in words] for words in commands])
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (["to-hf"], "convert verify"),
+        (["to-hf", "--dtype", "bfloat16"], "convert verify"),
+        (["to-hf", "--dtype", "float32"], "check"),
+        (["to-hf", "--vocab-size", "250"], "convert verify"),
+        (["to-hf", "--model", "super", "--tiny"], "convert verify"),
+        (["to-hf", "--quantize", "super-nvfp4"], "check"),
+        (["from-hf", "--dtype", "float16"], "check"),
+        (["from-hf", "--mtp-num-layers", "0"], "convert verify"),
+        (["from-hf", "--mtp-num-layers", "1"], "convert verify"),
+        (["from-hf", "--allow-unused", "vision.*", "--allow-unused", "audio.*"], "convert verify"),
+    ],
+)
+def test_the_printed_command_passes(
+    small: Small, tmp_path: Path, words: list[str], command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, config, values = small
+    source = folder / "megatron"
+    if words[0] == "from-hf":
+        more = {f"{name}.a": torch.zeros(2) for name in ("vision", "audio")}
+        source = tmp_path / "a model"
+        write_hf(source, config, values=values | (more if "--allow-unused" in words else {}))
+    assert nemotron3("convert", words[0], source, tmp_path / "a result", *words[1:]) == 0
+    *_, line = capsys.readouterr().out.splitlines()
+    name, *pasted = shlex.split(line.removeprefix("next         "))
+    assert name == "nemotron3" and pasted[: len(command.split())] == command.split()
+    assert nemotron3(*pasted) == 0
+
+
+def test_masters_are_not_compared_with_the_weights(
+    small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = open_checkpoint(small[0] / "megatron").weights
+    content = {name: weights.read(name) for name in weights.tensors}
+    masters = {
+        f"optimizer.state.fp32_param.{name}": value.float() + 1e-4
+        for name, value in content.items()
+        if not name.endswith("expert_bias")
+    }
+    write(tmp_path / "m", content | masters, iteration=1)
+    words = (tmp_path / "m", tmp_path / "hf", "--model", "super", "--tiny", "--from-optimizer-master")
+    assert nemotron3("convert", "to-hf", *words) == 0
+    *_, line = capsys.readouterr().out.splitlines()
+    assert line == f"next         nemotron3 check {tmp_path / 'hf'}"
+    assert nemotron3("check", tmp_path / "hf") == 0
 
 
 def test_needs_torch_alone(small: Small, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -230,6 +231,9 @@ def test_a_release_that_states_its_quantization_in_hf_quant_config_alone(
     assert "its weights are quantized: --dequantize reads them as BF16" in capsys.readouterr().err
     assert cli.main(["check", str(folder)]) == 0
     assert cli.main(["convert", "from-hf", str(folder), str(tmp_path / "m"), "--dequantize"]) == 0
+    *_, line = capsys.readouterr().out.splitlines()
+    assert line.endswith(" --dequantize")
+    assert cli.main(shlex.split(line.removeprefix("next         nemotron3 "))) == 0
     # Quantized weights of a reference say nothing of those that are written.
     words = ["convert", "to-hf", str(tmp_path / "m"), str(tmp_path / "back"), "--reference", str(folder)]
     assert cli.main(words) == 0

@@ -235,6 +235,38 @@ def test_one_file_beside_an_index_of_others_is_refused(command: str, tmp_path: P
     assert status("check", tmp_path / "hf") == 0
 
 
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (
+            ["config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"],
+            "the index is missing: it has 2 files like model-00001-of-00002.safetensors and no "
+            "model.safetensors.index.json: copy it here",
+        ),
+        (
+            ["config.json", "pytorch_model.bin"],
+            "it has pytorch_model.bin and no safetensors: save it as safetensors (transformers: "
+            "from_pretrained, then save_pretrained)",
+        ),
+        (
+            ["adapter_config.json", "adapter_model.safetensors"],
+            "it is a LoRA adapter without a model: give the model, and the adapter as --adapter",
+        ),
+        (
+            ["config.json"],
+            "it has neither model.safetensors nor model.safetensors.index.json: is it a Megatron checkpoint?",
+        ),
+    ],
+)
+def test_a_folder_without_weights_and_its_cure(
+    names: list[str], message: str, tmp_path: Path, capsys: Capture
+) -> None:
+    for name in names:
+        (tmp_path / name).write_bytes(b"{}")
+    assert status("convert", "from-hf", tmp_path, tmp_path / "out") == 2
+    assert capsys.readouterr().err == f"nemotron3 convert from-hf: {tmp_path}: {message}\n"
+
+
 def test_mtp_in_a_file_of_its_own_is_named(tmp_path: Path, capsys: Capture) -> None:
     values = write_hf(tmp_path / "hf", SUPER)
     mtp = {key: value for key, value in values.items() if key.startswith("mtp.")}

@@ -16,10 +16,12 @@ from megatron_nemotron3.checkpoints import pickles
 from megatron_nemotron3.checkpoints.convert import config_json, from_hf
 from megatron_nemotron3.checkpoints.convert.checkpoints import open_megatron
 from megatron_nemotron3.checkpoints.convert.origin import keep_origin
+from megatron_nemotron3.checkpoints.convert.special_tokens import special_ids
 from megatron_nemotron3.checkpoints.metadata import CheckpointError
 from megatron_nemotron3.checkpoints.state import read_arguments
 from megatron_nemotron3.common import limits
 from megatron_nemotron3.models import get
+from megatron_nemotron3.train.data.tokenizer import train_tokenizer
 from tests.support.hf_folders import read_hf, write_hf
 
 Capture = pytest.CaptureFixture[str]
@@ -131,7 +133,8 @@ def test_a_run_finds_it_in_what_it_started_from(
     # The base is gone.
     shutil.rmtree(tmp_path / "m")
     out = run(capsys, "convert", "to-hf", source, tmp_path / "later")
-    assert "the model's source is not known: without token ids" in out
+    assert "the model's source is not known: without auto_map" in out
+    assert "token ids    none: no tokenizer says them" in out
     assert "eos_token_id" not in said(tmp_path / "later")
 
 
@@ -224,6 +227,116 @@ def test_the_tokenizer_of_the_run_goes_before_that_of_its_source(
     run(capsys, "convert", "to-hf", source, tmp_path / "given", "--reference", tmp_path / "chat")
     assert (tmp_path / "given/tokenizer.json").read_bytes() == own["tokenizer.json"]
     assert said(tmp_path / "given")["eos_token_id"] == [2, 11]
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path, capsys: Capture) -> None:
+    release(tmp_path / "hf")
+    assert "none found" not in run(capsys, "convert", "from-hf", tmp_path / "hf", tmp_path / "m")
+    assert "none found" not in run(capsys, "convert", "to-hf", tmp_path / "m", tmp_path / "back")
+    (tmp_path / "hf/tokenizer.json").unlink()
+    out = run(capsys, "convert", "from-hf", tmp_path / "hf", tmp_path / "bare")
+    line = f"tokenizer    none found in {tmp_path}/hf: later commands need --tokenizer DIR\n"
+    assert out.count("tokenizer  ") == 1 and line in out
+    out = run(capsys, "convert", "to-hf", tmp_path / "bare", tmp_path / "lost")
+    line = "tokenizer    none found: --reference DIR copies that of DIR\n"
+    assert out.count("tokenizer  ") == 1 and line in out
+
+
+def test_a_reference_is_a_hugging_face_folder_or_a_tokenizers(tmp_path: Path, capsys: Capture) -> None:
+    """Any other folder is refused before any work; code is copied only where config.json names it."""
+    release(tmp_path / "hf")
+    shutil.copytree(tmp_path / "hf", tmp_path / "reference")
+    for name in FILES:
+        (tmp_path / "hf" / name).unlink()
+    run(capsys, "convert", "from-hf", tmp_path / "hf", tmp_path / "m")
+    (tmp_path / "code").mkdir()
+    for name in ("train.py", "LICENSE", "generation_config.json"):
+        (tmp_path / "code" / name).write_text("{}")
+    words = ["convert", "to-hf", tmp_path / "m", tmp_path / "out", "--reference"]
+    assert cli.main([*map(str, words), str(tmp_path / "code")]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.endswith(
+        f"{tmp_path}/code: it has no config.json and no tokenizer: give a Hugging Face folder\n"
+    )
+    assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
+    # A folder of a tokenizer alone, as `finetune` gives.
+    (tmp_path / "code/tokenizer.json").write_bytes(FILES["tokenizer.json"])
+    run(capsys, *words, tmp_path / "code")
+    assert (tmp_path / "out/tokenizer.json").exists() and (tmp_path / "out/LICENSE").exists()
+    assert not list((tmp_path / "out").glob("*.py"))
+    shutil.rmtree(tmp_path / "out")
+    run(capsys, *words, tmp_path / "reference")
+    assert {name: (tmp_path / "out" / name).read_bytes() for name in FILES} == FILES
+    shutil.rmtree(tmp_path / "out")
+    path = tmp_path / "reference/config.json"
+    path.write_text(json.dumps({key: value for key, value in said(path.parent).items() if key != "auto_map"}))
+    run(capsys, *words, path.parent)
+    assert not list((tmp_path / "out").glob("*.py"))
+
+
+def test_a_model_without_a_source_gets_the_token_ids_of_its_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """transformers' generate ends with the end of text then."""
+    write_hf(tmp_path / "hf", CONFIG)
+    place = tmp_path / "chat"
+    train_tokenizer(["some text"], CONFIG.vocab_size + 8, place, special=("<s>",))
+    given = json.loads((place / "tokenizer_config.json").read_text())
+    given["bos_token"] = {"content": "<s>", "special": True}
+    (place / "tokenizer_config.json").write_text(json.dumps(given))
+    source = trained(tmp_path / "hf", tmp_path / "run", monkeypatch, tokenizer_model=str(place))
+    out = run(capsys, "convert", "to-hf", source, tmp_path / "back")
+    ids = {"bos_token_id": 2, "eos_token_id": 0, "pad_token_id": 1}
+    assert ids.items() <= said(tmp_path / "back").items()
+    assert "source is not known: without auto_map and the like" in out
+    assert "token ids    bos_token_id 2, eos_token_id 0, pad_token_id 1, as the tokenizer says" in out
+    run(capsys, "check", tmp_path / "back")
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert {key: getattr(model.generation_config, key) for key in ids} == ids
+    # What config.json says stays as it is, even if it is less.
+    data = {key: value for key, value in said(tmp_path / "back").items() if key not in ids}
+    shutil.copytree(place, tmp_path / "reference")
+    (tmp_path / "reference/config.json").write_text(json.dumps(data | {"eos_token_id": 7}))
+    run(capsys, "convert", "to-hf", source, tmp_path / "more", "--reference", tmp_path / "reference")
+    found = said(tmp_path / "more")
+    assert found["eos_token_id"] == 7 and "pad_token_id" not in found
+
+
+WORDS = {"tokenizer_config.json": b'{"eos_token": "x", "pad_token": {"content": "y"}, "bos_token": null}'}
+
+
+@pytest.mark.parametrize(
+    ("files", "ids"),
+    [
+        ({"tokenizer.json": b'{"model": {"vocab": {"x": 3, "y": 250}}}'}, {"eos": 3}),
+        ({"tokenizer.json": b'{"model": {"vocab": [["a", 0.5], ["y", 0], 7, ["x"]]}}'}, {"eos": 3, "pad": 1}),
+        (
+            {
+                "tokenizer.json": b'{"model": {"vocab": {"x": 3}}, "added_tokens": [7, '
+                b'{"id": 9, "content": "x"}]}',
+                "vocab.json": b'{"x": 1, "y": 2}',
+            },
+            {"eos": 9, "pad": 2},
+        ),
+        ({"tokenizer.json": b'{"model": 3, "added_tokens": {"x": 2}}'}, {}),
+        (
+            {"tokenizer.json": b'{"added_tokens": [{"id": true, "content": "x"}, {"id": -1}]}'},
+            {},
+        ),
+        ({"tokenizer.json": b"[" * 100000, "added_tokens.json": b'{"x": "3", "y": 4}'}, {"pad": 4}),
+        ({"tokenizer_config.json": b"no"}, {}),
+        (
+            {
+                "special_tokens_map.json": b'{"eos_token": "z"}',
+                "tokenizer_config.json": b'{"added_tokens_decoder": {"5": {"content": "z"}, "a": {}}}',
+            },
+            {"eos": 5},
+        ),
+    ],
+)
+def test_token_ids_of_tokenizers(files: dict[str, bytes], ids: dict[str, int]) -> None:
+    assert special_ids(WORDS | files, 100) == {f"{name}_token_id": number for name, number in ids.items()}
 
 
 def test_a_source_of_another_model_is_not_used(

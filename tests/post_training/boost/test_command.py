@@ -76,7 +76,7 @@ def test_measured_before_and_after(
         assert cli.main(["train", "boost", folders.run.name, *line[3:]]) == 130
     with lock.held(tmp_path / "out", "the other one"):
         assert cli.main(line) == 2
-    assert "the other one (wait for it or choose another --output)" in capsys.readouterr().err
+    assert "the other one (wait for it, or choose another folder)" in capsys.readouterr().err
     before = (tmp_path / "out/before.json").read_bytes()
     assert json.loads((tmp_path / "out/model.json").read_text())["config"]["mtp_num_layers"] == 3
     assert cli.main(line) == 0

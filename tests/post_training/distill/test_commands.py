@@ -210,7 +210,7 @@ def test_a_folder_that_is_not_free(logits: list[str], tmp_path: Path, capsys: Ca
     output = tmp_path / "logits"
     with lock.held(output, "another command"):
         assert cli.main(logits) == 2
-        assert "another command (wait for it or choose another --output)" in capsys.readouterr().err
+        assert "another command (wait for it, or choose another folder)" in capsys.readouterr().err
     assert not output.exists()
     assert cli.main([*logits, "--output", logits[2]]) == 2
     assert "exists and holds no stored logits: give a new --output" in capsys.readouterr().err

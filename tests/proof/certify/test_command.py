@@ -216,7 +216,7 @@ def test_two_at_once_in_one_folder(script: Path, monkeypatch: pytest.MonkeyPatch
     assert status == [2, 2, 0]
     said = capsys.readouterr().err.strip().splitlines()
     refused = [line for line in said if " is in use by " in line]
-    assert len(refused) == 2 and all(line.endswith("choose another --output)") for line in refused)
+    assert len(refused) == 2 and all(line.endswith("choose another folder)") for line in refused)
     for folder, title in ((script.parent, "launch.sh"), (script.parent / "else/where", "other.sh")):
         assert sorted(p.name for p in folder.iterdir() if "certificate" in p.name) == written(folder)
         assert certificate.read(folder / "certificate.json")["title"] == title
