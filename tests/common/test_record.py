@@ -33,7 +33,7 @@ def test_a_folder_begins_whole_and_begins_once(tmp_path: Path) -> None:
 def test_a_folder_of_other_work_stays(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     _begin(folder, {"a": 1, "b": 2})
-    with pytest.raises(ValueError, match="holds a copy with another b: give another --output"):
+    with pytest.raises(ValueError, match=r"holds a copy with another b \(2 -> 3\): give another --output"):
         _begin(folder, {"a": 1, "b": 3})
     _begin(folder, {"a": 1})  # what an earlier version recorded beyond it does not count
     (folder / "work.json").unlink()

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 #: Lines of a bar that is not on a terminal.
-BAR = re.compile(r"\d+ %, \d+ %/s(, [\d,]+ s left)?")
+BAR = re.compile(r"certify: \d+ %(, [\d.]+ %/s)?(, [\d,]+ s left)?")
 
 
 @pytest.mark.full
