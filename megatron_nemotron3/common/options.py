@@ -179,7 +179,7 @@ def _settings(one: Field[Any], hint: Any) -> dict[str, Any]:
         (kind,) = typing.get_args(kind)
         if "nargs" not in settings:
             settings["action"] = "append"
-        elif not details.get("positional") and one.default in (None, NEEDED, MISSING):
+        elif not details.get("positional") and one.default in (None, MISSING):
             settings["action"] = "extend"  # the values of all its occurrences
     if typing.get_origin(kind) is Literal:
         settings["choices"] = typing.get_args(kind)

@@ -71,13 +71,13 @@ def launch_of(
     """The launch of `nemotron3 train`, without its paths; `options`: `FinetuneOptions`."""
     on_cpu = device == "cpu"
     given = {"steps": options.steps or 1, "lr": options.lr or 1.0, "seq_length": seq_length}
-    given["global_batch_size"] = options.global_batch_size
+    batch = options.global_batch_size
     return Launch(
         config=config,
         layout=layout,
         precision="fp32" if on_cpu else "bf16",
         backend="torch" if on_cpu else "auto",
-        schedule=schedule_of(config, layout, conversations=True, **given),
+        schedule=schedule_of(config, layout, conversations=True, global_batch_size=batch, **given),
         extra=(*CONVERSATION_OPTIONS, *options.extra),
         own_script=True,
     )
@@ -219,7 +219,8 @@ def _encoded(
         )
     lengths: list[int] = []
     result: list[Encoded] = []
-    silent, roles = {"to train on": 0, "held out": 0}, set[str]()
+    # The roles of each conversation without an answer.
+    silent: dict[str, list[set[str]]] = {"to train on": [], "held out": []}
     with Bar("read conversations", "lines", len(train) + len(held_out)) as bar:
 
         def parsed(lines: Mapping[str, bytes]) -> Iterator[Conversation]:
@@ -234,17 +235,18 @@ def _encoded(
                         f"{one.place}: token {max(encoded.ids)} is outside the model's vocabulary of "
                         f"{rows:,}: it is another model's tokenizer"
                     )
-                if not any(encoded.trained[1:]):
-                    silent["held out" if lines is held_out else "to train on"] += 1
-                    roles.update(str(message["role"]) for message in one.messages)
+                if not (answered := any(encoded.trained[1:])):
+                    side = silent["held out" if lines is held_out else "to train on"]
+                    side.append({str(message["role"]) for message in one.messages})
                 if lines is held_out:
                     result.append(encoded)
                 else:
-                    lengths.append(len(encoded.ids) if any(encoded.trained[1:]) else 0)
-    for which, number in silent.items():
-        if number:
-            said = f"{count(number, 'conversation')} {which}: no message of the assistant"
-            print(f"{said} (roles: {printable(', '.join(sorted(roles)))})")
+                    lengths.append(len(encoded.ids) if answered else 0)
+    for which, without in silent.items():
+        if without:
+            roles = sorted(set[str]().union(*without))
+            said = f"{count(len(without), 'conversation')} {which}: no message of the assistant"
+            print(f"{said} (roles: {printable(', '.join(roles))})")
     if result and not any(any(one.trained) for one in result):
         raise ValueError("no held-out conversation has a message of the assistant: give --held-out FILE")
     return lengths, result
@@ -255,11 +257,8 @@ def _require_some(lengths: Sequence[int], length: int, *, chosen: bool) -> None:
     too_long = sum(one > length for one in lengths)
     longer = f"{too_long:,} {'is' if too_long == 1 else 'are'} longer than --seq-length {length:,}"
     if not any(0 < one <= length for one in lengths):
-        others = "the others have" if too_long else "they have"
-        raise ValueError(
-            f"no conversation can be trained on: {f'{longer}, ' if too_long else ''}{others} no message of "
-            "the assistant"
-        )
+        which = f"{longer}, the others have" if too_long else "they have"
+        raise ValueError(f"no conversation can be trained on: {which} no message of the assistant")
     if chosen:
         print(
             f"sequence length  {length:,}: the longest of {count(len(lengths), 'conversation')} to train on "
