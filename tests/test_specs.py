@@ -142,6 +142,7 @@ def built_kinds() -> dict[str, str]:
     return found
 
 
+@pytest.mark.full
 def test_te_stack_without_te_says_so_when_built() -> None:
     """Importing and listing it needs nothing; the others are built without any optional package."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

@@ -71,6 +71,7 @@ def test_the_stock_schedule_on_ranks_of_their_own(reference: Reference) -> None:
     check(reference, 5, context, lanes, lanes._replace(fed=False), stages, stages._replace(fed=False))
 
 
+@pytest.mark.full
 def test_frozen_encoders_on_shared_ranks(reference: Reference) -> None:
     """Bytes and exchanges of a step: both encoders trained, none, and one projector only."""
     trained, frozen, one, projector = (

@@ -55,6 +55,7 @@ def save_while_training(folder: str) -> tuple[list[float], list[float]]:
     return written, weights.tolist()
 
 
+@pytest.mark.full
 def test_training_goes_on_while_weights_are_written(tmp_path: Path) -> None:
     """Its next step is not in the file, although both processes share the memory of a CPU's tensors."""
     ((written, now),) = run_distributed(save_while_training, 1, str(tmp_path), apart=True)

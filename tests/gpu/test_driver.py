@@ -86,6 +86,7 @@ KINDS = {
 }
 
 
+@pytest.mark.full
 def test_whatever_a_stage_does_the_next_one_runs(gpu: Any, ran: Path, tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     stages = [stage(gpu, ran, n, what, 2 if what == "hang" else 60) for n, (what, *_) in KINDS.items()]
@@ -106,6 +107,7 @@ def test_whatever_a_stage_does_the_next_one_runs(gpu: Any, ran: Path, tmp_path: 
     assert statuses(gpu, path)["wrong"] == "ok" and len(gpu.Results(path).runs) == 3
 
 
+@pytest.mark.full
 def test_the_budget(gpu: Any, ran: Path, tmp_path: Path) -> None:
     """It ends before a stage that would not fit; one that it cuts off is tried again."""
     path = tmp_path / "results.jsonl"
@@ -138,6 +140,7 @@ sys.exit(gpu.main(["--results", {str(path)!r}, *{list(words)!r}]))
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupted_run_goes_on(gpu: Any, ran: Path, tmp_path: Path, signum: int) -> None:
     path = tmp_path / "results.jsonl"

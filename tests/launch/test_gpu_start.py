@@ -51,14 +51,19 @@ def test_variables_that_no_backend_has() -> None:
         require_attention_variables([], environment)
 
 
-def test_make_of_the_dataset_helper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Megatron's call succeeds with the wheel, which has no Makefile; a checkout's is made as before."""
+@pytest.mark.full
+def test_megatron_makes_the_dataset_helper() -> None:
+    """Its call succeeds with the wheel, which has no Makefile."""
     call = "from megatron.core.datasets.utils import compile_helpers; compile_helpers()"
     environment = {**os.environ, "MAKEFLAGS": "-j2"}
     assert subprocess.run([sys.executable, "-c", call], env=environment, capture_output=True).returncode
     gpu_start._skip_make(environment)
     done = subprocess.run([sys.executable, "-c", call], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_dataset_helper_of_a_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is made as before, or its absence is said."""
     monkeypatch.setattr("megatron_nemotron3.launch.versions.importable", lambda: tmp_path)
     (tmp_path / "datasets").mkdir()
     with pytest.raises(ValueError, match="no Makefile for Megatron's dataset helper, and no compiled one"):

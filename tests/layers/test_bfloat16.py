@@ -198,6 +198,7 @@ def test_token_counts_are_exact(wrapped: Any) -> None:
     assert torch.equal(router.local_tokens_per_expert.float(), 16.0 * chosen.sum(0))
 
 
+@pytest.mark.full
 def test_training_falls(wrapped: Any) -> None:
     """Five steps of Megatron's own optimizer on one batch: FP32 losses, FP32 masters, finite gradients."""
     wrapped.train()

@@ -217,8 +217,11 @@ def test_grouped_products_where_torch_has_a_kernel(
         step("E")
 
 
+PARTLY = pytest.param("nvfp4,every_layer=1,wgrad=0,fprop=0", marks=pytest.mark.full)
+
+
 @pytest.mark.parametrize("pattern", ["M*-", "E"])
-@pytest.mark.parametrize("how", ["nvfp4,every_layer=1", "nvfp4,every_layer=1,wgrad=0,fprop=0", "mxfp8"])
+@pytest.mark.parametrize("how", ["nvfp4,every_layer=1", PARTLY, "mxfp8"])
 def test_emulated(pattern: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts' products in Triton. The rotation's matrix is uploaded once a process, before. Whether a device
     takes compiled quantizers is tried once a process, too."""

@@ -140,7 +140,7 @@ def measure(case: Case, weights: Tensors, mean: str, separate: bool = False) -> 
 ROWS = [
     ("super", ParallelLayout(), "tokens", True),
     ("super", ParallelLayout(tp=2), "conversations", True),
-    ("super", ParallelLayout(pp=2), "conversations", False),
+    ("super", ParallelLayout(pp=2), "conversations", True),
     ("nano", ParallelLayout(cp=2), "tokens", True),
     ("super", ParallelLayout(cp=2), "conversations", False),
     ("super", ParallelLayout(cp=2), "tokens", True),

@@ -123,7 +123,7 @@ def test_padded_equals_separate(layout: ParallelLayout) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(ParallelLayout(), marks=pytest.mark.full), ParallelLayout(cp=2)], ids=str
+    "layout", [ParallelLayout(), pytest.param(ParallelLayout(cp=2), marks=pytest.mark.full)], ids=str
 )
 def test_padding_does_not_count_without_a_mask(layout: ParallelLayout) -> None:
     """Megatron-Bridge gives the model no mask: all tokens but the padding count, as in a pack without."""

@@ -30,7 +30,7 @@ def _train(config, layout: ParallelLayout, *extra: str, **folders: str) -> log.C
 @pytest.mark.parametrize(
     ("config", "layout"),
     [
-        pytest.param(LAST, ParallelLayout(pp=2), id="E on the last stage"),
+        pytest.param(LAST, ParallelLayout(pp=2), id="E on the last stage", marks=pytest.mark.full),
         pytest.param(FIRST, ParallelLayout(pp=2), id="E on the first stage", marks=pytest.mark.full),
         # The experts' optimizer of the first stage exists and has no parameters.
         pytest.param(LAST, ParallelLayout(pp=2, tp=2, ep=2), id="TP 2 EP 2", marks=pytest.mark.full),

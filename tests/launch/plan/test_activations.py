@@ -217,6 +217,7 @@ def test_each_kind_on_one_rank() -> None:
     )
 
 
+@pytest.mark.full
 def test_recomputed_on_one_rank() -> None:
     full = [Recompute("full", num_layers=1), Recompute("full", method="block", num_layers=3)]
     compare(

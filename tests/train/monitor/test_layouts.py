@@ -122,6 +122,7 @@ def test_every_layout_reports_what_one_process_does(name: str) -> None:
 LINE = ("worst MaxVio", "in a micro-batch", "dead experts", "residual RMS last/first", "zero gradients")
 
 
+@pytest.mark.full
 def test_the_real_log_line_and_tensorboard_agree() -> None:
     """Of one process, at every step. Which rows the series have, and their values: test_values.py."""
     lines, history = run("one")

@@ -19,6 +19,7 @@ MODEL = get_omni("nano-omni-tiny")
 ONE = dict.fromkeys((LANGUAGE, VISION, SOUND), Layout.of())
 
 
+@pytest.mark.full
 def test_bfloat16_is_that_of_transformers() -> None:
     """Encoders bit for bit; the whole model as close to FP32 as transformers' model is.
 
