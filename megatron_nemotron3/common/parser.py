@@ -85,6 +85,10 @@ class OptionParser(argparse.ArgumentParser):
     #: Words for commands, and for earlier ones: what `hint` says.
     command_words: Mapping[str, str] = MappingProxyType({})
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # A script with an abbreviation would change its meaning with the next option.
+        super().__init__(*args, **{**kwargs, "allow_abbrev": False})
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
         raise AssertionError  # `exit` does not return
@@ -150,7 +154,7 @@ class OptionParser(argparse.ArgumentParser):
             if not name.startswith("--") or " " in name or name == "--":
                 continue
             known = {option: option for option in self._option_string_actions if option.startswith("--")}
-            if not any(option.startswith(name) for option in known):
+            if name not in known:
                 here = {*known, *(action.metavar for action in self._actions)}
                 for word, meant in OPTIONS.items():
                     if meant.partition(" ")[0] in here:

@@ -95,6 +95,7 @@ def test_warnings_go_beside_the_flags(capsys: pytest.CaptureFixture[str]) -> Non
         (["run", "--devcie", "cpu", "x.py"], "unknown option --devcie; did you mean '--device'?"),
         (["run", "--change=tokeniser", "x.py", "--lr"], "did you mean 'tokenizer'?"),
         (["run", "--device", "gpu", "x.py"], "choose from auto, cpu, cuda"),
+        (["train", "super", "--tiny", "--step", "3"], "unknown option --step; did you mean '--steps'?"),
         (["--verion"], "unknown option --verion; did you mean '--version'?"),
         (["flags", "super", "--backend", "tee"], "did you mean 'te'?"),
         (["show", "super", "nano"], "unexpected argument nano"),

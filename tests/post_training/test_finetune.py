@@ -102,7 +102,7 @@ def untrained(stopped: list[int]) -> Callable[..., int]:
         options = cli.parser(["train"]).parse_args(line[:cut])
         options.extra = line[cut + 1 :]
         seen.append(options)
-        assert options.steps == 2 and options.conversations and (options.pretrained / "release").is_dir()
+        assert options.steps in (2, 5) and options.conversations and (options.pretrained / "release").is_dir()
         assert LORA not in os.environ and not prefix
         if stopped:
             return stopped.pop()
@@ -147,6 +147,17 @@ def test_the_steps_and_a_start_after_an_interrupt(
     assert cli.main(["convert", "verify", str(tmp_path / "hf"), str(tuned / "hf")]) == 0
     require_all_of_the_source(tmp_path / "hf", tuned / "hf")
     assert "apples" in str(json.loads((tuned / "hf" / "tokenizer.json").read_text())["model"]["vocab"])
+    # More steps: the results of the first are kept, and the same training goes on.
+    at = words.index("--steps") + 1
+    steps = int(words[at])
+    more = [*words[:at], str(steps + 3), *words[at + 1 :]]
+    assert cli.main(more) == 0
+    assert f"hf of {steps} steps is now {tuned / f'hf-{steps}'}" in capsys.readouterr().out
+    assert (tuned / f"after-{steps}.json").read_bytes() == (tuned / "after.json").read_bytes()
+    assert {path.name for path in tuned.glob("hf*")} == {"hf", f"hf-{steps}"}
+    assert cli.main(words) == 2
+    assert f"another steps ({steps + 3} -> {steps}): give" in capsys.readouterr().err
+    words = more
     # Another request in the same folder.
     assert cli.main([*words, "--lr", "1e-3"]) == 2
     assert "holds a fine-tuning with another lr (0.01 -> 0.001): give" in capsys.readouterr().err
@@ -510,7 +521,7 @@ def test_several_files_and_what_no_answer_is_in(tmp_path: Path, capsys: Capture)
     """All rows of all files; of rows without an answer their number and roles are printed."""
     words = inputs(tmp_path)
     write_lines(tmp_path / "more.jsonl", [{"messages": [say("user", f"{i}?")]} for i in range(3)])
-    write_lines(tmp_path / "typo.jsonl", [{"messages": [say("asistant", "yes")]}, *LINES[:2]])
+    write_lines(tmp_path / "typo.jsonl", [{"messages": [say("asistant", "yes")], "scor": 1}, *LINES[:2]])
     for more in ([str(tmp_path / "more.jsonl")], ["--conversations", str(tmp_path / "more.jsonl")]):
         at = words.index("--tokenizer")
         given_words = [*words[:at], *more, *words[at:], "--held-out", str(tmp_path / "typo.jsonl")]
@@ -518,6 +529,8 @@ def test_several_files_and_what_no_answer_is_in(tmp_path: Path, capsys: Capture)
         found = given.check(options, None, tmp_path / "hf", "cpu")
         assert len(found.train) == 43 and len(found.held_out) == 3
         out = capsys.readouterr().out
+        first = f"(1 time, first {tmp_path / 'typo.jsonl'}:1)"
+        assert f"held-out conversations: field 'scor' is not used {first}" in out
         assert "3 conversations to train on: no message of the assistant (roles: user)" in out
         assert (
             "1 conversation held out: no message of the assistant (roles: asistant)" in out

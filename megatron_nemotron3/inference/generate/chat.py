@@ -22,6 +22,8 @@ from megatron_nemotron3.inference.generate.command import (
     new_tokens_option,
     open_text_model,
     temperature_option,
+    template_variables,
+    template_variables_option,
 )
 from megatron_nemotron3.inference.generate.media import Template
 from megatron_nemotron3.inference.generate.text import OutputText, Tokenizer, write
@@ -146,6 +148,7 @@ class ChatOptions(SamplingOptions):
     """Options of `nemotron3 chat`."""
 
     system: str | None = option("system message for the chat template", "TEXT")
+    chat_template_kwargs: str | None = template_variables_option()
     max_new_tokens: int = new_tokens_option(256, "answer")
     temperature: float = temperature_option(0.7)
 
@@ -170,8 +173,9 @@ def _open_chat(folder: Path, options: ChatOptions) -> Chat:
     sampling = options.sampling()
     if options.temperature and options.top_p is None:
         sampling = replace(sampling, top_p=TOP_P)
+    variables = template_variables(options.chat_template_kwargs)
     tokenizer, opened = open_text_model(folder, options)
-    template = Template(tokenizer.folder)
+    template = Template(tokenizer.folder, variables)
     if options.system is not None and not template.usable:
         raise ValueError(f"--system: the tokenizer in {tokenizer.folder} has no chat template: leave it out")
     engine = load_engine(opened, options.device, options.dtype, mtp=options.draft > 0)

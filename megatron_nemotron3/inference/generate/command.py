@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -76,6 +77,19 @@ def temperature_option(default: float) -> Any:
     return option(what, "T", default=default, group=_NEW)
 
 
+def template_variables_option() -> Any:
+    """--chat-template-kwargs, which `template_variables` reads."""
+    return option('chat template variables, a JSON object, as {"enable_thinking": false}', "JSON")
+
+
+def template_variables(text: str | None) -> dict[str, Any]:
+    """Variables of the chat template. Raises ValueError for what is not a JSON object of them."""
+    from megatron_nemotron3.train.data.conversations import Reading
+
+    given = Reading.of(None, text).variables
+    return json.loads(given) if given else {}
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions(CheckpointOptions):
     """How new tokens are chosen."""
@@ -108,6 +122,7 @@ class GenerateOptions(SamplingOptions):
     prompt_file: Path | None = option("file with one prompt; - reads stdin", "FILE")
     stop: list[str] = repeated("stop string, besides the end token; may be repeated", "TEXT", group=_NEW)
     chat: bool = flag("format each prompt as a user message with the tokenizer's chat template")
+    chat_template_kwargs: str | None = template_variables_option()
     json: bool = json_flag()
     no_stream: bool = flag("print no text before all are complete")
     #: --prompt and the options of media with their values, in order.
@@ -201,10 +216,14 @@ def _generate(folder: Path, options: GenerateOptions) -> int:
         from megatron_nemotron3.inference.generate.text import OutputStream
 
     prompts, sampling = _read_prompts(options), options.sampling()
+    variables = template_variables(options.chat_template_kwargs)
+    if variables and not options.chat:
+        raise ValueError("--chat-template-kwargs goes with --chat: drop it")
     if "" in options.stop:
         raise ValueError("--stop '': give a text")
     tokenizer, opened = open_text_model(folder, options)
-    reader = PromptReader(tokenizer, opened.omni, f"{opened.name}, {shown(opened.folder)},", options.chat)
+    display_name = f"{opened.name}, {shown(opened.folder)},"
+    reader = PromptReader(tokenizer, opened.omni, display_name, variables if options.chat else None)
     read = [reader.read(prompt) for prompt in prompts]
     ids = [one.ids for one in read]
     _check_lengths(read, options.max_new_tokens, opened.config)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -95,9 +95,9 @@ def prompts_of(ordered: Sequence[tuple[str, str]]) -> list[Prompt]:
 
 
 class Template:
-    """The chat template of a tokenizer's folder."""
+    """The chat template of a tokenizer's folder; `variables`: what else it is rendered with."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, variables: Mapping[str, Any] | None = None) -> None:
         from transformers import AutoTokenizer
 
         from megatron_nemotron3.train.data.chat_template import ChatTemplate
@@ -105,9 +105,11 @@ class Template:
         tokenizer = AutoTokenizer.from_pretrained(str(folder))
         self.usable = isinstance(tokenizer.chat_template, str)
         self._template = ChatTemplate(tokenizer.chat_template or "", tokenizer.special_tokens_map)
+        self.variables = dict(variables or {})
+        self._template.require_used(self.variables, folder)
 
     def render(self, messages: list[dict[str, str]]) -> str:
-        return self._template.prompt(messages)
+        return self._template.prompt(messages, variables=self.variables)
 
     def end(self) -> str:
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
@@ -118,16 +120,20 @@ class PromptReader:
     """Tokens of prompts for a model.
 
     model: its encoders; None: a model of text.
-    template: prompts are a user's messages.
+    variables: of the chat template, and prompts are a user's messages; None: they are texts.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, model: OmniConfig | None, display_name: str, template: bool
+        self,
+        tokenizer: Tokenizer,
+        model: OmniConfig | None,
+        display_name: str,
+        variables: Mapping[str, Any] | None,
     ) -> None:
         self.tokenizer, self.model, self.display_name = tokenizer, model, display_name
         self.template: Template | None = None
-        if template:
-            self.template = Template(tokenizer.folder)
+        if variables is not None:
+            self.template = Template(tokenizer.folder, variables)
             if not self.template.usable:
                 raise ValueError(f"--chat: the tokenizer in {tokenizer.folder} has none: leave it out")
         self._encoder: OmniEncoder | None = None
@@ -157,7 +163,9 @@ class PromptReader:
 
         content = _content(prompt, names_of(self.encoder.processor), self.template is not None)
         message = {"role": "user", "content": content}
-        found = self.encoder.encode(Conversation([message], None, prompt.place), prompt=True)
+        variables = {} if self.template is None else self.template.variables
+        conversation = Conversation([message], None, prompt.place, variables=variables)
+        found = self.encoder.encode(conversation, prompt=True)
         return ReadPrompt(found.ids, found.media)
 
     def inputs(self, read: ReadPrompt, place: str) -> dict[str, Any]:

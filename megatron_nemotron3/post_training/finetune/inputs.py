@@ -16,7 +16,7 @@ from megatron_nemotron3.checkpoints.convert.checkpoints import open_hugging_face
 from megatron_nemotron3.checkpoints.convert.from_hf import pad_vocab_size
 from megatron_nemotron3.checkpoints.folders import locate, require_tokenizer
 from megatron_nemotron3.checkpoints.remote import shown
-from megatron_nemotron3.common import record
+from megatron_nemotron3.common import lock, record
 from megatron_nemotron3.common.files import json_outside, printable, read_outside, write_json
 from megatron_nemotron3.common.output import Bar, count
 from megatron_nemotron3.common.switches import SFT_MEAN
@@ -31,7 +31,7 @@ from megatron_nemotron3.models.show import describe
 from megatron_nemotron3.post_training.finetune import LR, SEQ_LENGTH, STEPS
 from megatron_nemotron3.post_training.steps import length_step, require_schedule, with_own_name
 from megatron_nemotron3.train.data.conversations import Conversation, Encoded, Encoder, Reading, parse_line
-from megatron_nemotron3.train.data.forms import read_rows
+from megatron_nemotron3.train.data.forms import Findings, read_rows
 from megatron_nemotron3.train.data.workers import worked
 from megatron_nemotron3.train.inputs import CONVERSATION_OPTIONS, parse_mean, reading
 from megatron_nemotron3.train.training import schedule_of
@@ -176,7 +176,7 @@ def check(options: Any, lora: LoRASettings | None, source: Path, device: str = "
 def prepare(inputs: FineTuneInputs, output: Path) -> None:
     """Write the record, the conversations, the tokenizer and the model.
 
-    A second call with the same inputs changes nothing.
+    A second call with the same inputs changes nothing, and one with more steps only their number.
     """
 
     def write(folder: Path) -> None:
@@ -185,7 +185,28 @@ def prepare(inputs: FineTuneInputs, output: Path) -> None:
         write_json(folder / "model.json", describe(inputs.config))
         _write_tokenizer(folder / "tokenizer", inputs.tokenizer, inputs.template)
 
+    _train_on(inputs.record, output)
     record.begin(output, RECORD, inputs.record, "fine-tuning", write)
+
+
+def _train_on(wanted: Mapping[str, Any], output: Path) -> None:
+    """Let a fine-tuning have more steps, if nothing else differs; its results are kept under other names."""
+    if not (output / RECORD).exists():
+        return
+    earlier = record.read(output / RECORD)
+    steps = earlier.get("steps")
+    if (
+        {**earlier, "steps": wanted["steps"]} != wanted
+        or not isinstance(steps, int)
+        or steps >= wanted["steps"]
+    ):
+        return
+    with lock.held(output):
+        for name, kept in (("hf", f"hf-{steps}"), ("after.json", f"after-{steps}.json")):
+            if (output / name).exists():
+                (output / name).rename(output / kept)
+                print(f"{name} of {steps:,} steps is now {output / kept}")
+        write_json(output / RECORD, wanted)
 
 
 def _write_tokenizer(chat: Path, tokenizer: Path, template: str | None) -> None:
@@ -219,34 +240,36 @@ def _encoded(
         )
     lengths: list[int] = []
     result: list[Encoded] = []
+    # What is said of rows; of those to train on the training says it.
+    findings = {"to train on": Findings(), "held out": Findings()}
     # The roles of each conversation without an answer.
-    silent: dict[str, list[set[str]]] = {"to train on": [], "held out": []}
+    silent: dict[str, list[set[str]]] = {}
     with Bar("read conversations", "lines", len(train) + len(held_out)) as bar:
 
-        def parsed(lines: Mapping[str, bytes]) -> Iterator[Conversation]:
+        def parsed(lines: Mapping[str, bytes], side: str) -> Iterator[Conversation]:
             for place, line in lines.items():
-                yield from parse_line(line, place, form=reading.form)
+                yield from parse_line(line, place, form=reading.form, findings=findings[side])
                 bar.add(1)
 
-        for lines in (train, held_out):
-            for one, encoded in worked(parsed(lines), encoder.encode):
+        for side, lines in (("to train on", train), ("held out", held_out)):
+            for one, encoded in worked(parsed(lines, side), encoder.encode):
                 if max(encoded.ids, default=0) >= rows:
                     raise ValueError(
                         f"{one.place}: token {max(encoded.ids)} is outside the model's vocabulary of "
                         f"{rows:,}: it is another model's tokenizer"
                     )
                 if not (answered := any(encoded.trained[1:])):
-                    side = silent["held out" if lines is held_out else "to train on"]
-                    side.append({str(message["role"]) for message in one.messages})
+                    silent.setdefault(side, []).append({str(message["role"]) for message in one.messages})
                 if lines is held_out:
                     result.append(encoded)
                 else:
                     lengths.append(len(encoded.ids) if answered else 0)
-    for which, without in silent.items():
-        if without:
-            roles = sorted(set[str]().union(*without))
-            said = f"{count(len(without), 'conversation')} {which}: no message of the assistant"
-            print(f"{said} (roles: {printable(', '.join(roles))})")
+    if held_out:
+        print(*findings["held out"].lines("held-out conversations"), sep="\n")
+    for side, without in silent.items():
+        roles = sorted(set[str]().union(*without))
+        said = f"{count(len(without), 'conversation')} {side}: no message of the assistant"
+        print(f"{said} (roles: {printable(', '.join(roles))})")
     if result and not any(any(one.trained) for one in result):
         raise ValueError("no held-out conversation has a message of the assistant: give --held-out FILE")
     return lengths, result

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -54,6 +54,13 @@ class ChatTemplate:
     def uses(self, name: str) -> bool:
         """Whether the template has a word of this name."""
         return re.search(rf"\b{re.escape(name)}\b", self.source) is not None
+
+    def require_used(self, variables: Iterable[str], place: object) -> None:
+        """Raise ValueError for a variable of --chat-template-kwargs that the template does not have."""
+        if unknown := [name for name in variables if not self.uses(name)]:
+            raise ValueError(
+                f"--chat-template-kwargs: the template of {place} does not use {unknown[0]}: leave it out"
+            )
 
     def render(
         self, messages: Sequence[Any], tools: Any = None, variables: Mapping[str, Any] | None = None

@@ -203,10 +203,7 @@ class Encoder:
             )
         self.template = ChatTemplate(template, self.tokenizer.special_tokens_map)
         self.variables, self.media = json.loads(variables) if variables else {}, media
-        if unknown := [name for name in self.variables if not self.template.uses(name)]:
-            raise ValueError(
-                f"--chat-template-kwargs: the template of {where} does not use {unknown[0]}: leave it out"
-            )
+        self.template.require_used(self.variables, where)
 
     def encode(self, conversation: Conversation) -> Encoded:
         text, spans, remarks = self._read(conversation)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 from pathlib import Path
 
@@ -122,10 +123,31 @@ def test_a_pipe(
     assert capsys.readouterr().out == out[:half]
 
 
+def test_variables_of_the_template(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`chat` and `generate --chat` read the same text with them."""
+    tokenizer = write_tokenizer(tmp_path, "{% if fruit %}only {{ fruit }}: {% endif %}" + TURNS)
+    given = ["--tokenizer", str(tokenizer), "--chat-template-kwargs", '{"fruit": "pears"}']
+    chats: list[Chat] = []
+    monkeypatch.setattr(chat_module, "_loop", chats.append)
+    assert cli.main(["chat", str(folder), *given]) == 0
+    chats[0].say("2 apples", ignore)
+    assert chats[0].tokenizer.decode(chats[0].context).startswith("only pears: ")
+    words = ["generate", str(folder), *given, "--prompt", "2 apples", "--json"]
+    assert cli.main([*words, "--chat"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["texts"]
+    assert row["prompt_tokens"] == len(chats[0].context)
+    assert cli.main(words) == 2
+    assert "--chat-template-kwargs goes with --chat: drop it" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--system", "x", "--tokenizer", "{plain}"], "no chat template"),
+        (["--chat-template-kwargs", '{{"fruit": 1}}'], "does not use fruit: leave it out"),
+        (["--chat-template-kwargs", "fruit"], "--chat-template-kwargs fruit: not JSON"),
         (["--tokenizer", "{missing}"], "missing"),
     ],
 )
