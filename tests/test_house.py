@@ -23,18 +23,18 @@ PACKAGE = ROOT / NAME
 
 #: Room -> lines that it may have, in the order of imports.
 ROOMS = {
-    "common": 2970,
+    "common": 2975,
     "models": 3390,
-    "cpu": 1040,
+    "cpu": 1055,
     "precision": 4300,
     "layers": 4340,
     "checkpoints": 11315,
     "launch": 10460,
     "boundary": 4330,
-    "train": 9965,
+    "train": 9975,
     "specs": 260,
-    "inference": 5695,
-    "post_training": 5825,
+    "inference": 5735,
+    "post_training": 5855,
     "run": 360,
     "proof": 7460,
     "bridge": 340,
