@@ -159,7 +159,7 @@ def test_a_picture_and_a_video(omni: OmniFolder, capsys: Capture) -> None:
     words = ["--image", omni.images[0], "--image", omni.images[1], "--video", omni.videos[0]]
     asked = [omni.folder, *words, "--max-new-tokens", NEW]
     [found] = run(capsys, *asked, "--prompt", text)
-    reader = PromptReader(Tokenizer(omni.folder), tiny_omni(), "", template=False)
+    reader = PromptReader(Tokenizer(omni.folder), tiny_omni(), "", None)
     media = tuple((str(kind).removeprefix("--"), str(file)) for kind, file in zip(words[::2], words[1::2]))
     read = reader.read(Prompt(text, media))
     given = reader.inputs(read, "")["vision"]["radio"]
@@ -212,7 +212,7 @@ def test_bf16(omni: OmniFolder, capsys: Capture) -> None:
 
 def test_all_of_a_medium_is_on_the_device(omni: OmniFolder) -> None:
     """Frames of videos are in a list."""
-    reader = PromptReader(Tokenizer(omni.folder), tiny_omni(), "", template=False)
+    reader = PromptReader(Tokenizer(omni.folder), tiny_omni(), "", None)
     prompt = Prompt("<video> <image>", (("video", str(omni.videos[0])), ("image", str(omni.images[0]))))
     given = to_device(reader.inputs(reader.read(prompt), "")["vision"]["radio"], "meta")
     assert given["pixel_values_videos"][0].is_meta and given["pixel_values"].is_meta
