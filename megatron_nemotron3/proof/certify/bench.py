@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -55,6 +55,11 @@ def failed(name: str, where: str = "", detail: str = "") -> Finding:
 def untested(name: str, detail: str, where: str = "") -> Finding:
     """Return a finding of something that a machine without GPUs cannot try."""
     return Finding(name, PropertyState.UNTESTED, where, detail=detail)
+
+
+def any_failed(findings: Iterable[Finding]) -> bool:
+    """Whether a property does not hold."""
+    return any(one.state is PropertyState.FAIL for one in findings)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -207,15 +207,11 @@ def render(data: Mapping[str, Any]) -> str:
 
 
 def _head(data: Mapping[str, Any]) -> list[str]:
-    count = {state.value: 0 for state in PropertyState}
-    for one in data["findings"]:
-        count[one["state"]] += 1
-    result = "passed" if data["passed"] else "FAILED"
     proxy = data["twin"]
     return [
         f"# Certificate: {_cell(data['title'])}",
         "",
-        f"**{result}**: " + ", ".join(f"{number} {state}" for state, number in count.items()),
+        *_summary(data),
         "",
         "| | |",
         "|-|-|",
@@ -229,6 +225,45 @@ def _head(data: Mapping[str, Any]) -> list[str]:
         f"| its layouts | {'; '.join(proxy['layouts'])} |",
         "",
     ]
+
+
+def _summary(data: Mapping[str, Any]) -> list[str]:
+    """What was proved on what, what was replaced, and what is not proved."""
+    model, proxy, command = data["model"], data["twin"], data["command"]
+    sizes = [("layers", _layers(proxy["pattern"]), _layers(model["pattern"]))]
+    sizes += [("hidden size", proxy["hidden_size"], model["hidden_size"])]
+    sizes += [("experts", proxy["experts"], model["experts"])] * bool(model["experts"])
+    sizes += [("tokens in a sequence", proxy["sequence"], *command.get("--seq-length", ["?"]))]
+    small = ", ".join(f"{name} {own} of {large}" for name, own, large in sizes)
+    ranks = f" on {_cell(command[WORLD][0])} GPUs" if WORLD in command else ""
+
+    def names(state: PropertyState, *others: str) -> list[str]:
+        found = [one for one in data["findings"] if one["state"] == state.value]
+        named = [
+            f"{one['property']} ({one['where']})" if one["property"] in others else one["property"]
+            for one in found
+        ]
+        return list(dict.fromkeys(named))
+
+    wrong = names(PropertyState.FAIL)
+    proved = [name for name in names(PropertyState.PASS) if name not in wrong]
+    unproved = names(PropertyState.UNTESTED, *proved)
+    replaced = [one[1] for one in proxy["remarks"] if one[0] == table.Treatment.REPLACED.value]
+    lines = [f"**FAILED** ({len(wrong)} of the properties): {', '.join(wrong)}."] if wrong else []
+    lines += [
+        f"**{'Passed' if wrong else 'Proved'}** ({len(proved)} of the properties) on a proxy in FP32 "
+        f"({small}), in "
+        f"{'; '.join(proxy['layouts'])} in place of {data['layout']}{ranks}, against one process and its "
+        "definition.",
+        f"**Replaced**: {', '.join(replaced) or 'nothing'}.",
+        f"**Not proved**: {', '.join(unproved) or 'nothing else'}.",
+    ]
+    return "\n\n".join(map(_cell, lines)).split("\n")
+
+
+def _layers(pattern: str) -> int:
+    """Number of layers of a pattern, without its borders and MTP."""
+    return len(pattern.partition("/")[0].replace("|", ""))
 
 
 def _table(data: Mapping[str, Any]) -> list[str]:

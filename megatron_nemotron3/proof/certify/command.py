@@ -36,6 +36,8 @@ RANKS = (2, 4, 8, 16, 32)
 #: (docs/measurements.md).
 RANK_GIB, OWN_GIB = 0.5, 0.8
 _GIB = 2**30
+#: Exit status of --check for a certificate that other versions made.
+OTHER_VERSIONS = 3
 _WORD = {PropertyState.PASS: "pass", PropertyState.FAIL: "FAIL", PropertyState.UNTESTED: "-"}
 
 
@@ -121,6 +123,7 @@ def certify(options: argparse.Namespace, command: argparse.ArgumentParser) -> in
 
 
 def _check(options: argparse.Namespace, command: dict[str, list[str]]) -> int:
+    """Exit status 0, 1 for another command or a certificate that failed, else 3 for other versions."""
     data = certificate.read(options.check)
     differing = certificate.differences(data["command"], command)
     now = certificate.versions(checkout())
@@ -142,7 +145,9 @@ def _check(options: argparse.Namespace, command: dict[str, list[str]]) -> int:
         )
         for line in (*differing, *versions):
             say(f"  {line}")
-    return 0 if belongs else 1
+    if not (belongs and data["passed"]):
+        return 1
+    return OTHER_VERSIONS if versions else 0
 
 
 def _introduction(request: LaunchRequest, proxy: ProxyLaunch) -> Iterator[str]:

@@ -28,6 +28,8 @@ from megatron_nemotron3.proof.certify.world import Result, initial_weights, trai
 
 #: Repetitions of the nudged run; a tensor's noise is the largest seen.
 NUDGES = 2
+#: Other tokens that are tried where rounding decides the choice of an expert.
+OTHER_TOKENS = 3
 UNIT = 2.0**-24
 
 
@@ -50,15 +52,31 @@ def _runs(case: TrainingCase) -> list[Result]:
     return train_each(case, [start, *(nudged(start, seed) for seed in range(NUDGES))])
 
 
-def nudged(tensors: Tensors, seed: int) -> Tensors:
-    """Every weight at a neighboring float. Expert biases stay: they only choose."""
+def nudged(tensors: Tensors, seed: int, floats: int = 1) -> Tensors:
+    """Every weight at a neighboring float, or so many floats away. Expert biases stay: they only choose."""
     generator = torch.Generator().manual_seed(seed)
 
     def nudge(t: Tensor) -> Tensor:
         up = torch.randint(2, t.shape, generator=generator).bool()
-        return torch.nextafter(t, torch.where(up, torch.inf, -torch.inf))
+        return t + floats * (torch.nextafter(t, torch.where(up, torch.inf, -torch.inf)) - t)
 
     return {key: t if key.endswith("expert_bias") else nudge(t) for key, t in tensors.items()}
+
+
+def floats_between_layouts(terms: int) -> int:
+    """By how many floats the weights move to change a result as much as sums of `terms` in another order."""
+    return math.ceil(2 * math.sqrt(terms))
+
+
+def depends_on_rounding(case: TrainingCase) -> bool:
+    """Whether rounding decides what one process computes: a token has two experts that are nearly equal.
+
+    Then the process with weights that moved by the difference of two layouts fails its own comparison, and
+    that of a layout proves nothing on these tokens.
+    """
+    moved = nudged(weights(case), NUDGES, floats_between_layouts(case.sequences * case.seq_length))
+    (found,) = train_each(case, [moved])
+    return any(not distance.share <= 1 for distance in compared(case, reference(case), found))
 
 
 @functools.cache

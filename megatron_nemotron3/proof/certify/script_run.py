@@ -32,9 +32,9 @@ _SPLIT = ("--split", "100,0,0")
 _COUNT = 200
 
 
-def write_text(folder: Path, tokens: int, longest: int, blended: bool) -> list[str]:
+def write_text(folder: Path, tokens: int, longest: int, blended: bool, seed: int = 0) -> list[str]:
     """Write documents of up to `longest` tokens; return the options that read them."""
-    random, tokenizer = Random(0), TokenizerInfo("NullTokenizer", None, vocab_size=tokens, eod=tokens - 1)
+    random, tokenizer = Random(seed), TokenizerInfo("NullTokenizer", None, vocab_size=tokens, eod=tokens - 1)
     names = ("text", "more") if blended else ("text",)
     for name in names:
         documents = (
@@ -46,12 +46,12 @@ def write_text(folder: Path, tokens: int, longest: int, blended: bool) -> list[s
     return ["--data-path", *(["1", text[0], "2", text[1]] if blended else text), *_SPLIT, *tokenizer.flags]
 
 
-def write_conversations(folder: Path, tokens: int, longest: int) -> list[str]:
+def write_conversations(folder: Path, tokens: int, longest: int, seed: int = 0) -> list[str]:
     """Write conversations of up to `longest` tokens, and a tokenizer; return the options that read them.
 
     Their lengths are multiples of 8: what context parallelism pads would else go into other rows.
     """
-    random, names = Random(0), [f"w{i}" for i in range(tokens - len(_MARKS))]
+    random, names = Random(seed), [f"w{i}" for i in range(tokens - len(_MARKS))]
 
     def message(role: str, count: int) -> dict[str, str]:
         return {"role": role, "content": " ".join(random.choices(names, k=count))}

@@ -81,7 +81,7 @@ def test_check_says_which_versions_differ(script: Path, capsys: Capture) -> None
     data["versions"]["torch"] = "2.0.0"
     file.write_text(json.dumps(data))
     capsys.readouterr()
-    assert cli.main(["certify", "launch.sh", "--check", "certificate.json", "--json"]) == 0
+    assert cli.main(["certify", "launch.sh", "--check", "certificate.json", "--json"]) == 3
     found = json.loads(capsys.readouterr().out)
     assert found["belongs"] and found["passed"] and "torch: certified with 2.0.0, now" in found["versions"][0]
 
@@ -111,6 +111,9 @@ def test_a_violated_rule_fails_and_is_named(script: Path, capsys: Capture) -> No
     assert not data["passed"]
     (wrong,) = [one for one in data["findings"] if one["state"] == "fail"]
     assert wrong["property"] == "rules" and wrong["where"] == "moe-tp-without-sp"
+    # A gate: the certificate belongs to this command, and it failed.
+    assert cli.main(["certify", "launch.sh", "--check", "certificate.json"]) == 1
+    assert "certificate.json: of this command, FAILED" in capsys.readouterr().out
 
 
 def test_an_unknown_option_fails(script: Path, capsys: Capture) -> None:
