@@ -6,10 +6,9 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Generic, TypeVar
 
 import torch
 
@@ -31,16 +30,15 @@ from megatron_nemotron3.proof.certify.compare import (
     NUDGES,
     OTHER_TOKENS,
     equal,
-    farthest,
-    floats_between_layouts,
+    flipped,
+    moved_far,
     nudged,
-    spread,
-    verdict,
     weights,
 )
 from megatron_nemotron3.proof.certify.large import CHECKOUT
 from megatron_nemotron3.proof.certify.layouts import Sizes
 from megatron_nemotron3.proof.certify.ranks import run_distributed
+from megatron_nemotron3.proof.certify.script_result import NoiseComparison, ScriptResult
 from megatron_nemotron3.proof.certify.script_run import (
     curve_of,
     run_script,
@@ -48,8 +46,7 @@ from megatron_nemotron3.proof.certify.script_run import (
     write_conversations,
     write_text,
 )
-from megatron_nemotron3.proof.certify.tensors import Tensors, unmatched
-from megatron_nemotron3.train.log import Curve
+from megatron_nemotron3.proof.certify.tensors import Tensors
 from megatron_nemotron3.train.monitor import events as event_files
 
 #: Options of the launch that say how checkpoints are written. The proxy's other options do without.
@@ -70,9 +67,6 @@ MONITORS = "monitors of the first step"
 FAILURES = (RuntimeError, TimeoutError)
 
 
-R = TypeVar("R")
-
-
 def folder(bench: Bench) -> Path:
     """The folder of this stage."""
     return bench.folder / "script"
@@ -82,64 +76,6 @@ def events(bench: Bench, run: str) -> Path:
     """The TensorBoard folder of a run that the monitors watched: "one-0" in one process, "layout" in the
     first of the proxy's layouts."""
     return folder(bench) / run / "tensorboard"
-
-
-@dataclass(frozen=True)
-class ScriptResult:
-    """A run that came to its end, or was killed as planned."""
-
-    seen: observer.Observed
-    curve: Curve
-
-    def weights(self, step: int) -> Tensors:
-        return {k: t for k, t in self.seen[step, observer.WEIGHTS].items() if not _is_bias(k)}
-
-    def biases(self, step: int) -> Tensors:
-        return {k: t for k, t in self.seen[step, observer.WEIGHTS].items() if _is_bias(k)}
-
-    def gradients(self, step: int) -> Tensors:
-        """What the optimizer got, clipped."""
-        return self.seen[step, observer.GRADIENTS]
-
-    def state(self, step: int) -> dict[str, Tensors]:
-        """What the optimizer keeps of each parameter after a step."""
-        known = (observer.GRADIENTS, observer.WEIGHTS)
-        kinds = {kind for s, kind in self.seen if s == step and not kind.startswith(observer.BEFORE)}
-        return {kind: self.seen[step, kind] for kind in kinds.difference(known)}
-
-    @property
-    def loaded(self) -> dict[str, Tensors]:
-        before = observer.BEFORE
-        return {k.removeprefix(before): t for (_, k), t in self.seen.items() if k.startswith(before)}
-
-
-def _is_bias(key: str) -> bool:
-    return key.endswith("expert_bias")
-
-
-@dataclass(frozen=True)
-class NoiseComparison(Generic[R]):
-    """Compares a run with one process, by the noise of the one process with nudged weights."""
-
-    #: One process, then the nudged ones: what `of` takes, results of runs or their names.
-    bases: Sequence[R]
-    #: Length of the longest sum: tokens of the batch.
-    terms: int
-
-    def __call__(
-        self,
-        what: str,
-        found: R,
-        where: str,
-        of: Callable[[R], Tensors],
-        least: float = 0.0,
-        detail: str = "",
-    ) -> Finding:
-        expected, *moved = map(of, self.bases)
-        if odd := unmatched(expected, of(found)):
-            return failed(what, where, odd)
-        allowed = spread(expected, moved, self.terms, least)
-        return verdict(farthest(what, expected, of(found), allowed), where, detail)
 
 
 class ScriptRuns:
@@ -193,14 +129,16 @@ class ScriptRuns:
         """As `compare.depends_on_rounding`, of the script in one process."""
         if not self.bases:
             return False
-        start = weights(self.bench.case(None, fault=None))
-        self._write_starts("moved", [nudged(start, NUDGES, floats_between_layouts(self.terms))])
+        starts = moved_far(weights(self.bench.case(None, fault=None)), self.terms)
+        self._write_starts("moved", starts)
         try:
-            found = self.run("one-moved", None, *self.fresh(0, "moved"))
+            far = [self.run(f"moved-{n}", None, *self.fresh(n, "moved")) for n in range(len(starts))]
         except FAILURES:
             return False
-        compared = NoiseComparison(self.bases, self.terms)
-        return any_failed(run_findings(compared, self.bases[0], found, "one process"))
+        base, *runs = self.bases
+        return any(
+            flipped(base.gradients(step), run.gradients(step)) for run in (*runs, *far) for step in (1, 2)
+        )
 
     def run(
         self,

@@ -1,0 +1,73 @@
+"""What a run of a launch's script showed, and its comparison with one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from megatron_nemotron3.proof.certify import observer
+from megatron_nemotron3.proof.certify.bench import Finding, failed
+from megatron_nemotron3.proof.certify.compare import farthest, spread, verdict
+from megatron_nemotron3.proof.certify.tensors import Tensors, unmatched
+from megatron_nemotron3.train.log import Curve
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class ScriptResult:
+    """A run that came to its end, or was killed as planned."""
+
+    seen: observer.Observed
+    curve: Curve
+
+    def weights(self, step: int) -> Tensors:
+        return {k: t for k, t in self.seen[step, observer.WEIGHTS].items() if not _is_bias(k)}
+
+    def biases(self, step: int) -> Tensors:
+        return {k: t for k, t in self.seen[step, observer.WEIGHTS].items() if _is_bias(k)}
+
+    def gradients(self, step: int) -> Tensors:
+        """What the optimizer got, clipped."""
+        return self.seen[step, observer.GRADIENTS]
+
+    def state(self, step: int) -> dict[str, Tensors]:
+        """What the optimizer keeps of each parameter after a step."""
+        known = (observer.GRADIENTS, observer.WEIGHTS)
+        kinds = {kind for s, kind in self.seen if s == step and not kind.startswith(observer.BEFORE)}
+        return {kind: self.seen[step, kind] for kind in kinds.difference(known)}
+
+    @property
+    def loaded(self) -> dict[str, Tensors]:
+        before = observer.BEFORE
+        return {k.removeprefix(before): t for (_, k), t in self.seen.items() if k.startswith(before)}
+
+
+def _is_bias(key: str) -> bool:
+    return key.endswith("expert_bias")
+
+
+@dataclass(frozen=True)
+class NoiseComparison(Generic[R]):
+    """Compares a run with one process, by the noise of the one process with nudged weights."""
+
+    #: One process, then the nudged ones: what `of` takes, results of runs or their names.
+    bases: Sequence[R]
+    #: Length of the longest sum: tokens of the batch.
+    terms: int
+
+    def __call__(
+        self,
+        what: str,
+        found: R,
+        where: str,
+        of: Callable[[R], Tensors],
+        least: float = 0.0,
+        detail: str = "",
+    ) -> Finding:
+        expected, *moved = map(of, self.bases)
+        if odd := unmatched(expected, of(found)):
+            return failed(what, where, odd)
+        allowed = spread(expected, moved, self.terms, least)
+        return verdict(farthest(what, expected, of(found), allowed), where, detail)
