@@ -36,7 +36,7 @@ ROOMS = {
     "inference": 5735,
     "post_training": 5855,
     "run": 360,
-    "proof": 7460,
+    "proof": 7610,
     "bridge": 340,
     "cli": 1280,
 }
