@@ -69,7 +69,11 @@ def read_outside(path: Path | str, *, limit: int) -> bytes:
 
 def json_outside(path: Path | str, *, limit: int) -> Any:
     """Read a JSON file of at most `limit` bytes that this program did not just write."""
-    return json.loads(read_outside(path, limit=limit))
+    data = read_outside(path, limit=limit)
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise Unreadable(os.fspath(path), "its values are nested too deeply") from None
 
 
 def _check_regular(found: os.stat_result, path: Path | str, limit: int | None) -> None:

@@ -13,7 +13,6 @@ Layers are numbered as in the model's pattern, from 0.
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -22,11 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.common.files import atomic
+from megatron_nemotron3.checkpoints.metadata import ArchiveError, StoredObject
+from megatron_nemotron3.checkpoints.read import MappedFile, records
+from megatron_nemotron3.common.files import atomic, open_outside
 from megatron_nemotron3.models import Nemotron3Config
 
 FORMAT = "nemotron3-recording-1"
 DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "nvfp4")
+#: Longest name of a system.
+_NAME = 200
 #: Largest log-probability; rounding in BF16 leaves values above 0.
 _LARGEST = 0.05
 
@@ -76,17 +79,7 @@ def read(path: Path | str) -> Recording:
         ValueError: the file cannot be read, is no recording, or a tensor has a wrong shape or type. The
             message names file, sequence and cure.
     """
-    try:
-        with open(path, "rb") as file:
-            begin = file.read(2)
-    except OSError as problem:
-        raise ValueError(f"{path}: {problem.strerror or problem}") from None
-    try:
-        data = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception:  # of zip files and pickles, many kinds, and none says what to do
-        raise ValueError(
-            f"{path}: not a readable recording, {_unreadable(path, begin)}: record it again"
-        ) from None
+    data, size = _loaded(Path(path))
     found = data.get("format") if isinstance(data, dict) else type(data).__name__
     if found != FORMAT:
         raise ValueError(f"{path}: not a recording: its format is {found!r}, {FORMAT!r} is expected")
@@ -98,6 +91,7 @@ def read(path: Path | str) -> Recording:
         for number, one in enumerate(listed):
             if unknown := one.keys() - known:
                 raise ValueError(f"sequence {number}: unknown field {min(map(str, unknown))!r}")
+        _require_dense(listed, size)
         sequences = [Sequence(**one) for one in listed]
         recording = Recording(data["system"], data["dtype"], sequences, data.get("model"))
         check(recording)
@@ -108,14 +102,45 @@ def read(path: Path | str) -> Recording:
     return recording
 
 
-def _unreadable(path: Path | str, begin: bytes) -> str:
-    if not begin:
-        return "it is empty"
-    if begin != b"PK":  # torch.save writes a zip file
-        return "nothing that torch.save writes"
-    if not zipfile.is_zipfile(path):
-        return "its end is missing"
-    return "it is damaged or holds more than tensors, numbers and texts"
+def _loaded(path: Path) -> tuple[Any, int]:
+    """What a file holds, and its bytes. Nothing is decompressed; the CRC32 of each record is compared."""
+    try:
+        with open_outside(path) as file:
+            begin = file.read(2)
+    except OSError as problem:
+        raise ValueError(f"{path}: {problem.strerror or problem}") from None
+    try:
+        if begin != b"PK":
+            raise ArchiveError("nothing that torch.save writes" if begin else "it is empty")
+        archive = MappedFile(path)
+        for record in records(archive, StoredObject(path.name, 0, archive.size)):
+            if record.crc:  # torch can be told to write none
+                record.check(archive)
+        return torch.load(path, map_location="cpu", weights_only=True), archive.size
+    except ArchiveError as problem:
+        reason = str(problem)
+    except Exception:  # of pickles, many kinds, and none says what to do
+        reason = "it holds more than tensors, numbers and texts"
+    raise ValueError(f"{path}: not a readable recording, {reason}: record it again")
+
+
+def _require_dense(listed: list[dict[Any, Any]], size: int) -> None:
+    """Raise ValueError for a tensor that has not all its elements in a file of `size` bytes."""
+    claimed = 0
+    for number, one in enumerate(listed):
+        held = [(name, v) for name, v in one.items() if not isinstance(v, dict)]
+        held += [
+            (f"{name} of {key}", v) for name, d in one.items() if isinstance(d, dict) for key, v in d.items()
+        ]
+        for name, t in held:
+            if not isinstance(t, Tensor):
+                continue
+            where = f"sequence {number}: {name}"
+            if t.layout != torch.strided or t.device.type != "cpu" or t.is_nested or t.is_quantized:
+                raise ValueError(f"{where} is no dense tensor: record it again")
+            claimed += t.numel() * t.element_size()
+            if claimed > size:
+                raise ValueError(f"{where}: the tensors have {claimed:,} bytes or more, the file {size:,}")
 
 
 def write(path: Path | str, recording: Recording) -> None:
@@ -155,8 +180,8 @@ def check(recording: Recording) -> None:
 
 
 def _problems(recording: Recording) -> Problems:
-    if not isinstance(recording.system, str) or not recording.system:
-        yield "system must be a name, such as 'megatron'"
+    if not isinstance(recording.system, str) or not 0 < len(recording.system) <= _NAME:
+        yield f"system must be a name of at most {_NAME} characters, such as 'megatron'"
     if recording.model is not None and not isinstance(recording.model, str):
         yield "model must be a name or None"
     if recording.dtype not in DTYPES:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 
 from megatron_nemotron3.models import get
 from megatron_nemotron3.proof.bisect.recording import (
+    FORMAT,
     Recording,
     Sequence,
     check_model,
@@ -161,6 +164,42 @@ def test_other_tokens() -> None:
         check_same(a, b)
 
 
+SPARSE = torch.zeros(S - 4).to_sparse()
+#: A tensor that is not in the file as a whole -> the message.
+HOLLOW = {
+    "expanded": (torch.zeros(1).expand(10**11), r"logprobs: the tensors have 400,000,000,\d+ bytes or more"),
+    "meta": (torch.zeros(S - 4, device="meta"), "logprobs is no dense tensor"),
+    "sparse": (SPARSE, "logprobs is no dense tensor"),
+    "nested": (torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]), "logprobs is no dense tensor"),
+}
+
+
+@pytest.mark.parametrize("name", HOLLOW)
+def test_tensors_that_are_not_in_the_file(name: str, tmp_path: Path) -> None:
+    tensor, message = HOLLOW[name]
+    one = vars(made().sequences[0]) | {"logprobs": tensor}
+    data = {"format": FORMAT, "system": "a", "dtype": "float32", "model": None, "sequences": [one]}
+    torch.save(data, tmp_path / "a.pt")
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path / "a.pt")
+
+
+def test_a_pipe_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.pt")
+    with pytest.raises(ValueError, match="a.pt"):
+        read(tmp_path / "a.pt")
+
+
+def test_compressed_records_are_refused(tmp_path: Path) -> None:
+    """A small file of them could fill the memory."""
+    write(tmp_path / "a.pt", made())
+    with zipfile.ZipFile(tmp_path / "a.pt") as one, zipfile.ZipFile(tmp_path / "b.pt", "w", 8) as other:
+        for name in one.namelist():
+            other.writestr(name, one.read(name))
+    with pytest.raises(ValueError, match="is compressed or encrypted: record it again"):
+        read(tmp_path / "b.pt")
+
+
 class Attack:
     """Would run code when it is loaded."""
 
@@ -171,7 +210,8 @@ class Attack:
 def test_unreadable_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "a.pt", made())
-    whole = (tmp_path / "a.pt").read_bytes()
+    whole, made_bytes = (tmp_path / "a.pt").read_bytes(), made().sequences[0].logprobs.numpy().tobytes()
+    assert whole.count(made_bytes) == 1
     data: dict[str, Any] = torch.load("a.pt", weights_only=True)
     torch.save({"format": Attack()}, "b.pt")
     objects = (tmp_path / "b.pt").read_bytes()
@@ -179,9 +219,13 @@ def test_unreadable_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         "missing.pt": (None, "missing.pt: No such file"),
         "empty.pt": (b"", "not a readable recording, it is empty: record it again"),
         "text.pt": (b"hello", "not a readable recording, nothing that torch.save writes"),
-        "cut.pt": (whole[: len(whole) // 2], "not a readable recording, its end is missing"),
+        "cut.pt": (whole[: len(whole) // 2], "not a readable recording, it is not an archive of torch.save"),
         "code.pt": (pickle.dumps(Attack()), "not a readable recording, nothing that torch.save writes"),
-        "objects.pt": (objects, "it is damaged or holds more than tensors, numbers and texts: record it"),
+        "flipped.pt": (
+            whole.replace(made_bytes, bytes([made_bytes[0] ^ 1]) + made_bytes[1:]),
+            r"recording, record 'data/\d+' \(bytes .* has CRC32 .*: record it again",
+        ),
+        "objects.pt": (objects, "it holds more than tensors, numbers and texts: record it"),
     }
     for name, (content, message) in cases.items():
         if content is not None:
