@@ -166,6 +166,21 @@ def opposite(case: Case) -> str:
     return _said(lambda: rank.run(hf))
 
 
+def another_replica(case: Case, name: str, trainer: int) -> tuple[str, bool]:
+    """What a rank says where a trainer holds another value, and whether its parameters are as before."""
+    rank, hf = Rank(case), whole(get(case[0]))
+
+    def change(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        changed = {n: t.clone() if n == name else t for n, t in tensors.items()}
+        changed[name].view(torch.int16).view(-1)[-1] ^= 1
+        return changed
+
+    if rank.refit.sender == trainer:
+        rank.wrap = change
+    said = _said(lambda: rank.run(hf))
+    return said, not any(tensor.any() for tensor in (rank.target or {}).values())
+
+
 class Moved(dict[str, Tensor]):
     """Parameters, one of which has other bits in the end, by a number."""
 

@@ -20,8 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_nemotron3.boundary.groups import BoundaryError, Failure, Groups
+from megatron_nemotron3.inference.refit import replicas
 from megatron_nemotron3.inference.refit.packer import PackedSource
 from megatron_nemotron3.inference.refit.parts import (
+    LazyTensors,
     Part,
     added,
     check_source,
@@ -79,18 +81,6 @@ class RefitRun:
     skipped: frozenset[str]
     sent: int = 0
     received: int = 0
-
-
-class LazyTensors(dict[str, Tensor]):
-    """Tensors, each made when it is first looked up."""
-
-    def __init__(self, make: Callable[[str], Tensor]) -> None:
-        super().__init__()
-        self._make = make
-
-    def __missing__(self, name: str) -> Tensor:
-        self[name] = self._make(name)
-        return self[name]
 
 
 class Refit:
@@ -225,6 +215,7 @@ class Refit:
         if self.sender is not None:
             problem = "none given" if source is None else check_source(self.plan, self.sender, source)
         self._agree(problem, "source")
+        self._compare_replicas(source or {})
         if not self.plan.serving.packed:
             return source or {}
         packed = PackedSource(self.plan, self.sender or 0, source or {}, self.groups.device)
@@ -233,6 +224,16 @@ class Refit:
             dist.all_reduce(packed.largest, dist.ReduceOp.MAX, group=self.groups.group)
         self._agree(packed.compute_scales(), "source")
         return packed
+
+    def _compare_replicas(self, source: Mapping[str, Tensor]) -> None:
+        """Fail if two trainers hold other values of one weight: what is sent would depend on the sender."""
+        names, sums = replicas.replica_sums(self.plan, self.sender, source)
+        with self._guarded("compared the replicas of the trainers"):
+            places = replicas.differing_places(sums.to(self.groups.device), self.groups.group)
+        if places:
+            self._fail(
+                replicas.text(names, places, self._gathered(int(sums[places[0]]), "asked for one sum"))
+            )
 
     def _agree(self, problem: str | None, what: str) -> None:
         """Fail on all ranks if one has a problem, before anything moves."""

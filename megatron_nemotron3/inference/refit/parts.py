@@ -9,7 +9,7 @@ or experts do but for a chance of the order of 2**-60. It is a proof against mis
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,18 @@ _COLUMNS = 1 << 40
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: A part of one tensor: its transfer, and the expert's number (0 for other tensors).
 Part = tuple[TensorTransfer, int]
+
+
+class LazyTensors(dict[str, Tensor]):
+    """Tensors, each made when it is first looked up."""
+
+    def __init__(self, make: Callable[[str], Tensor]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, name: str) -> Tensor:
+        self[name] = self._make(name)
+        return self[name]
 
 
 def parts_of(transfer: TensorTransfer) -> list[Part]:

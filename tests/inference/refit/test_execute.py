@@ -18,6 +18,7 @@ from tests.support.refit_ranks import (
     TWO,
     Case,
     after_a_failure,
+    another_replica,
     faulty,
     left,
     opposite,
@@ -119,6 +120,27 @@ def test_opposite_differences_of_two_replicas_do_not_cancel_out() -> None:
     case: Case = ("super-tiny", "tp=2", "vllm", "replicas=2", {"only": "backbone.norm_f.weight"})
     for said in run_distributed(opposite, 4, case):
         assert "1 tensors differ from the trainer's, first backbone.norm_f.weight of rank 2" in said
+
+
+#: Layout of the trainers -> a tensor that two of them hold: of each TP rank's own; of both stages.
+REPLICAS = {
+    "dp=2": "backbone.layers.3.mixer.o_proj.weight",
+    "tp=2": "backbone.norm_f.weight",
+    "pp=2": "backbone.embeddings.weight",
+    "tp=2,dp=2": "backbone.layers.0.mixer.in_proj.weight",
+}
+
+
+@pytest.mark.parametrize(
+    "trainers", ["dp=2", *(pytest.param(n, marks=pytest.mark.full) for n in REPLICAS if n != "dp=2")]
+)
+def test_a_trainer_with_other_weights_is_named_before_anything_moves(trainers: str) -> None:
+    """One bit in one of two replicas; of four ranks each two are replicas."""
+    name, ranks = REPLICAS[trainers], 2 * trainers.count("=2")
+    case: Case = ("super-tiny", trainers, "vllm", "tp=2", {})
+    last = ranks - 1
+    for said, untouched in run_distributed(another_replica, ranks + 2, case, name, last):
+        assert untouched and f"{name} of trainers [{last}] are not those of trainers [{last // 3}]" in said
 
 
 @pytest.mark.full
