@@ -23,7 +23,7 @@ PACKAGE = ROOT / NAME
 
 #: Room -> lines that it may have, in the order of imports.
 ROOMS = {
-    "common": 2975,
+    "common": 2980,
     "models": 3390,
     "cpu": 1055,
     "precision": 4300,
@@ -33,10 +33,10 @@ ROOMS = {
     "boundary": 4330,
     "train": 9975,
     "specs": 260,
-    "inference": 5735,
+    "inference": 5800,
     "post_training": 5855,
     "run": 360,
-    "proof": 7610,
+    "proof": 7640,
     "bridge": 340,
     "cli": 1280,
 }
