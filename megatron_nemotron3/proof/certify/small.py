@@ -13,15 +13,17 @@ from megatron_nemotron3.proof.certify.case import TrainingCase
 from megatron_nemotron3.proof.certify.large import FullLaunch
 from megatron_nemotron3.proof.certify.layouts import Sizes
 
-#: Tokens of a sequence.
-SEQUENCE = 64
+#: Tokens of a sequence: three chunks of the scan (64) and a rest; CP cuts inside a chunk, NVFP4 takes 16.
+SEQUENCE = 224
+#: Experts of a proxy, if the launch has as many.
+_EXPERTS = 16
 #: What the vocabulary is padded to in every layout, and the divisor that makes Megatron do so up to TP 2.
 PADDED_VOCABULARY, VOCABULARY_DIVISOR = 128, 64
 _HIDDEN = 64
-#: Documents of a packed row. The last one ends with the row, as the data sets of Megatron make it.
-_DOCUMENTS = (27, 5, 32)
+#: Documents of a packed row, two longer than a chunk. The last ends with the row, as Megatron's data sets do.
+_DOCUMENTS = (91, 5, 128)
 #: The same in multiples of 2 * CP, to which `--sft` pads each document.
-_EVEN = (24, 8, 32)
+_EVEN = (88, 8, 128)
 #: Largest number of micro-batches of a step that is tried, if it need not be more.
 _MOST = 20
 
@@ -75,8 +77,9 @@ def _mamba(model: Nemotron3Config, large: ParallelLayout, tp: int) -> dict[str, 
 def _experts(model: Nemotron3Config, large_ep: int, ep: int, layers: int) -> dict[str, Any]:
     """One expert on a rank, or several; all chosen, or some."""
     assert model.num_moe_experts and model.moe_router_topk
-    # Without EP four, so that a router has a choice.
-    experts = ep if ep > 1 and model.num_moe_experts <= large_ep else max(4, 2 * ep)
+    # As many as leave most of them out for a token, so that some are crowded.
+    several = max(2, -(-min(_EXPERTS, model.num_moe_experts) // ep))
+    experts = ep * (1 if ep > 1 and model.num_moe_experts <= large_ep else several)
     most = experts if model.moe_router_topk == model.num_moe_experts else max(1, experts - 1)
     return {
         "num_moe_experts": experts,

@@ -27,6 +27,9 @@ from megatron_nemotron3.proof.certify.tensors import (
     pieces,
 )
 
+#: Bias of the first expert of a layer; scores are between 0 and 1.
+CROWDING = 0.3
+
 
 @dataclass
 class Result:
@@ -83,8 +86,8 @@ def initial_weights(case: TrainingCase, seed: int = 0) -> Tensors:
 
     def randomized(key: str, tensor: Tensor) -> Tensor:
         noise = torch.randn(tensor.shape, generator=generator)
-        if key.endswith("expert_bias"):
-            return noise * 1e-2
+        if key.endswith("expert_bias"):  # nearly every token chooses the first expert
+            return noise * 1e-2 + CROWDING * (torch.arange(len(noise)) == 0)
         if ".adapter.linear_out." in key:  # zero before the first step, so A would have no gradient
             return 0.1 * noise
         if tensor.dim() == 1:  # gains, biases, A, D, dt

@@ -15,6 +15,7 @@ from megatron_nemotron3 import cpu_mode
 from megatron_nemotron3.launch import Launch, ParallelLayout, command_line, parser
 from megatron_nemotron3.launch import flags as flags_of
 from megatron_nemotron3.launch.flag import Flag
+from megatron_nemotron3.layers.chunked_scan import CHUNK
 from megatron_nemotron3.models import pattern as patterns
 from megatron_nemotron3.models.stack_specs import experts_text, stored_experts
 from megatron_nemotron3.proof.certify.bench import Bench, PropertyState
@@ -132,7 +133,9 @@ def test_structure_of_a_launch() -> None:
     assert (
         config.moe_latent_size and config.moe_shared_expert_intermediate_size and config.mtp_num_layers == 2
     )
-    assert (config.num_query_groups, config.num_moe_experts) == (2, 8)
+    assert (config.num_query_groups, config.num_moe_experts, config.moe_router_topk) == (2, 16, 3)
+    # Three chunks of the scan and a rest: state is carried from chunk to chunk.
+    assert 3 * CHUNK < proxy.case.seq_length < 4 * CHUNK
     features = frozenset().union(*(sizes.features for sizes in proxy.sizes))
     assert features == proxy.large.features
     assert not [remark for remark in proxy.remarks if "cuts between" in remark.what]
