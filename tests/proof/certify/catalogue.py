@@ -183,6 +183,8 @@ FAULTS: dict[str, Fault] = {
     "key and value swapped": Fault(sequence.key_and_value_swapped, "TP2", _LOSS),
     "logits gathered": Fault(sequence.logits_gathered, "TP2", _LOSS, "Megatron-LM #7452"),
     "shared expert twice": _defined(everywhere.shared_expert_twice, ("logits",)),
+    "state lost between chunks": _defined(everywhere.state_lost_between_chunks, ("logits",)),
+    "crowded expert drops a token": _defined(everywhere.crowded_expert_drops, ("logits",)),
     "expert bias weighs": _defined(everywhere.bias_weighs, ("logits",)),
     "expert bias ignored": _defined(everywhere.bias_does_not_choose, ("router choices",)),
     "expert bias in the wrong direction": _defined(everywhere.bias_moves_the_wrong_way, _BIAS),

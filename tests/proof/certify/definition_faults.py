@@ -5,6 +5,7 @@ Every function is called once on each rank before anything is built, and patches
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
-from megatron_nemotron3.layers import mamba
+from megatron_nemotron3.layers import chunked_scan, mamba
 from megatron_nemotron3.layers.mtp import MTPLayer
 from tests.proof.certify.patching import arguments, in_place_of, result, then, wrap
 
@@ -28,6 +29,32 @@ def shared_expert_twice() -> None:
     """The shared expert is added twice."""
 
     result(MoELayer, "shared_experts_compute", lambda output: None if output is None else 2 * output)
+
+
+def state_lost_between_chunks() -> None:
+    """The scan of a Mamba layer begins anew with every chunk of 64 tokens."""
+
+    def forget(decays: Any) -> Any:
+        nothing = torch.zeros_like(decays.reach_in)
+        return replace(decays, reach_in=nothing, carry=nothing[:, -1])
+
+    result(chunked_scan, "_decays", forget)
+
+
+def crowded_expert_drops() -> None:
+    """An expert does not compute the last of its tokens if it has more than twice the mean."""
+
+    def make(route: Any) -> Any:
+        def dropping(*args: Any, **kwargs: Any) -> Any:
+            probabilities, chosen = route(*args, **kwargs)
+            counts = chosen.sum(0)
+            crowded = counts > 2 * counts.float().mean()
+            last = (chosen.long().cumsum(0) == counts) & chosen.bool() & crowded
+            return probabilities.masked_fill(last, 0.0), chosen
+
+        return dropping
+
+    wrap(ROUTER, "topk_routing_with_score_function", make)
 
 
 def mtp_weighs_twice() -> None:
