@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -84,6 +84,30 @@ def write_conversations(folder: Path, tokens: int, longest: int, seed: int = 0) 
         *("--data-path", str(file), *_SPLIT, "--tokenizer-type", "SFTTokenizer"),
         *("--tokenizer-model", str(tokenizer), "--sft-tokenizer-prompt-format", "default"),
     ]
+
+
+#: Shapes of the learning rate, the default first.
+_STYLES = ("linear", "constant", "cosine", "inverse-square-root", "WSD")
+
+
+def schedule_of(given: Mapping[str, Sequence[str]]) -> list[str]:
+    """Options of two steps that change the learning rate as a launch does: the warm-up ends between them.
+
+    given: option -> values of the launch.
+    """
+
+    def value(name: str, default: str) -> str:
+        return (given.get(name) or (default,))[0]
+
+    style = value("--lr-decay-style", _STYLES[0])
+    style = style if style in _STYLES else _STYLES[0]
+    words = ["--lr-decay-style", style, "--lr-decay-iters", "2", "--min-lr", "1e-3"]
+    if style == "WSD":
+        words += ["--lr-wsd-decay-iters", "2"]
+        words += ["--lr-wsd-decay-style", value("--lr-wsd-decay-style", "exponential")]
+    if any(name.startswith("--lr-warmup-") and value(name, "0") != "0" for name in given):
+        words += ["--lr-warmup-fraction", "0.25", "--lr-warmup-init", "2e-3"]
+    return words
 
 
 #: Of a checkout of Megatron-LM.

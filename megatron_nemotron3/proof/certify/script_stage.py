@@ -42,6 +42,7 @@ from megatron_nemotron3.proof.certify.script_result import NoiseComparison, Scri
 from megatron_nemotron3.proof.certify.script_run import (
     curve_of,
     run_script,
+    schedule_of,
     script_of,
     write_conversations,
     write_text,
@@ -111,6 +112,7 @@ class ScriptRuns:
             *data,
             *("--data-cache-path", str(self.folder / "cache")),
             *("--eval-iters", "0", "--eval-interval", "100", "--log-interval", "1"),
+            *schedule_of({name: flag.values for name, flag in self.given.items()}),
         )
 
     def write_starts(self) -> None:
@@ -220,6 +222,7 @@ def run_findings(
     if any(name.startswith("mtp_") for name in base.curve.steps[1].values):
         yield compared("losses of MTP (script)", found, where, partial(_logged, r"mtp_\d+ loss"))
     yield compared("gradient norms (script)", found, where, partial(_logged, "grad norm"), _NORM)
+    yield compared("learning rates (script)", found, where, partial(_logged, "learning rate"))
     for step in (1, 2):
         yield compared(
             f"gradients of step {step} (script)", found, where, partial(ScriptResult.gradients, step=step)

@@ -7,10 +7,13 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from megatron.training import training
 
+from megatron_nemotron3 import cpu_mode
 from megatron_nemotron3.checkpoints.convert.conversion import FromHfOptions, convert_from_hf
 from megatron_nemotron3.launch import ParallelLayout, command_line, versions
 from megatron_nemotron3.models import get, tiny
@@ -21,6 +24,7 @@ from megatron_nemotron3.proof.certify.large import LaunchRequest, checkout
 from megatron_nemotron3.proof.certify.layouts import Sizes
 from megatron_nemotron3.proof.certify.proxy import make
 from megatron_nemotron3.proof.certify.tensors import RanksDiffer
+from megatron_nemotron3.train.build import megatron_args
 from tests.support import checkpoint_faults as faults
 from tests.support.hf_folders import write_hf
 from tests.support.short_run import mock_argv, short_schedule
@@ -203,6 +207,7 @@ def test_a_good_launch(layout: ParallelLayout, pattern: str, extra: tuple[str, .
         *(
             "losses (script)",
             "losses of MTP (script)",
+            "learning rates (script)",
             "gradients of step 2 (script)",
             "expert biases (script)",
         ),
@@ -212,6 +217,38 @@ def test_a_good_launch(layout: ParallelLayout, pattern: str, extra: tuple[str, .
     if _RESHARDABLE in extra:
         elsewhere = {f.name for f in findings if f.state is PropertyState.PASS and " to " in f.where}
         assert elsewhere >= {"optimizer state loaded", "weights after loading"}
+
+
+@pytest.mark.parametrize(
+    ("given", "style", "warm"),
+    [
+        ({}, "linear", False),
+        ({"--lr-decay-style": ("cosine",), "--lr-warmup-samples": ("0",)}, "cosine", False),
+        ({"--lr-decay-style": ("WSD",), "--lr-warmup-iters": ("9",)}, "WSD", True),
+        (
+            {"--lr-decay-style": ("inverse-square-root",), "--lr-warmup-fraction": ("0.1",)},
+            "inverse-square-root",
+            True,
+        ),
+        ({"--lr-decay-style": ("$STYLE",)}, "linear", False),
+    ],
+)
+def test_two_steps_have_the_schedule_of_the_launch(
+    given: dict[str, tuple[str, ...]], style: str, warm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By Megatron's own scheduler the rate changes from step to step."""
+    words = [*mock_argv(tiny(get("nano")), _L(), short_schedule(2)), *script_run.schedule_of(given)]
+    with cpu_mode():
+        args = megatron_args([*words, "--lr", "1e-2"], 1)
+    assert args.lr_decay_style == style
+    monkeypatch.setattr(training, "get_args", lambda: args)
+    group: dict[str, Any] = {"params": [], "default_config": True}
+    scheduler = training.get_optimizer_param_scheduler(SimpleNamespace(param_groups=[group]))
+    rates = [group["lr"]]
+    for _ in range(2):
+        scheduler.step(increment=args.global_batch_size)
+        rates.append(group["lr"])
+    assert (rates[0] == 2e-3) == warm and len(set(rates)) == 3
 
 
 @pytest.mark.full
