@@ -30,7 +30,7 @@ from megatron_nemotron3.proof.certify.compare import (
     verdict,
     weights,
 )
-from megatron_nemotron3.proof.certify.plain_step import AdamW, Objective, define, moved_bias
+from megatron_nemotron3.proof.certify.plain_step import AdamW, Objective, define, moved_bias, norm_of
 from megatron_nemotron3.proof.certify.ranks import run_distributed
 from megatron_nemotron3.proof.certify.tensors import Tensors, gather, load
 from megatron_nemotron3.proof.certify.world import TrainingRun, global_batch, mtp_losses
@@ -48,6 +48,8 @@ class ObservedStep:
     loss: float
     mtp: list[float]
     norm: float
+    #: Largest norm of the gradients that was set for this step; 0: not clipped.
+    clip: float
     before: Tensors
     after: Tensors
     gradients: Tensors
@@ -148,7 +150,7 @@ def _compared(case: TrainingCase, objective: Objective, steps: Sequence[Observed
             yield numbers("losses of MTP", defined.mtp, seen.mtp)
         yield farthest("gradients", defined.gradients, seen.gradients, seen.gradient_noise)
         yield from _biases(objective, seen)
-        after, norm = optimizer.step(seen.before, seen.gradients)
+        after, norm = optimizer.step(seen.before, seen.gradients, seen.clip)
         yield numbers("gradient norms", [norm], [seen.norm])
         # An update is at most the rate, but for the decay; each of its dozen operations is rounded once.
         rate = max(objective.lr, objective.edge_lr)
@@ -226,6 +228,7 @@ def _observe(case: TrainingCase, start: Tensors) -> tuple[list[ObservedStep], An
         loss = run.forward_backward(step, whole_gradients=True)
         gradients, (choices, logits) = gather([run.gradients()]), watch.take(case.microbatches)
         mtp = [value / case.microbatches for value in mtp_losses()]
+        clip = _set_clip(run, gradients, above=step % 2 == 0)
         norm = run.step()
         after, left = gather([run.weights()]), [b.clone() for b in buffers]
         moved: list[Tensors] = []
@@ -241,12 +244,22 @@ def _observe(case: TrainingCase, start: Tensors) -> tuple[list[ObservedStep], An
         _restore(buffers, left)
         steps.append(
             ObservedStep(
-                loss, mtp, norm, before, after, gradients, logits, choices,
+                loss, mtp, norm, clip, before, after, gradients, logits, choices,
                 gradient_noise=spread(gradients, moved, terms),
                 logits_noise=spread(logits, moved_logits, terms),
             )
         )  # fmt: skip
     return steps, run.args
+
+
+def _set_clip(run: TrainingRun, gradients: Tensors, above: bool) -> float:
+    """Clip the gradients to half of their norm, or to twice of it; not if the launch does not clip them."""
+    if not run.args.clip_grad:
+        return 0.0
+    clip = norm_of(gradients) * (0.5 if above else 2.0)
+    for one in getattr(run.optimizer, "chained_optimizers", [run.optimizer]):
+        one.config.clip_grad = clip
+    return clip
 
 
 def _restore(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:

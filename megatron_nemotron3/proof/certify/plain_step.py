@@ -42,7 +42,6 @@ class Objective:
     betas: tuple[float, float]
     epsilon: float
     decay: float
-    clip: float
 
     @classmethod
     def of(cls, args: Any) -> Objective:
@@ -64,7 +63,6 @@ class Objective:
             betas=(args.adam_beta1, args.adam_beta2),
             epsilon=args.adam_eps,
             decay=args.weight_decay,
-            clip=args.clip_grad,
         )
 
 
@@ -198,6 +196,11 @@ def moved_bias(objective: Objective, bias: Tensor, counts: Tensor) -> Tensor:
     return bias.double() + objective.bias_rate * (counts.double().mean() - counts.double()).sign()
 
 
+def norm_of(gradients: Tensors) -> float:
+    """Norm of all gradients together."""
+    return float(torch.stack([g.double().square().sum() for g in gradients.values()]).sum().sqrt())
+
+
 class AdamW:
     """AdamW of parameters by checkpoint key."""
 
@@ -205,12 +208,12 @@ class AdamW:
         self.objective, self.steps = objective, 0
         self.moments: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def step(self, weights: Tensors, gradients: Tensors) -> tuple[Tensors, float]:
+    def step(self, weights: Tensors, gradients: Tensors, clip: float) -> tuple[Tensors, float]:
         """Return the weights after a step, and the norm of the gradients before they are clipped."""
         o = self.objective
         self.steps += 1
-        norm = float(torch.stack([g.double().square().sum() for g in gradients.values()]).sum().sqrt())
-        scale = min(1.0, o.clip / (norm + 1e-6)) if o.clip > 0 else 1.0
+        norm = norm_of(gradients)
+        scale = min(1.0, clip / (norm + 1e-6)) if clip > 0 else 1.0
         result: Tensors = {}
         first, second = o.betas
         for key, gradient in gradients.items():

@@ -193,6 +193,7 @@ FAULTS: dict[str, Fault] = {
     "MTP's balance per depth": _defined(everywhere.mtp_is_no_mtp, _GRADIENTS, "Megatron-LM #6748"),
     "tokens of some micro-batches": _defined(everywhere.tokens_of_two_microbatches, _GRADIENTS),
     "norm gains decay": _defined(everywhere.everything_decays, ("optimizer",)),
+    "small gradients scaled up": _defined(everywhere.small_gradients_are_scaled_up, ("optimizer",)),
     "norm counts twice": _defined(everywhere.norm_counts_twice, _NORM),
     "MTP without the loss mask": _defined(sequence.mtp_without_mask, _MTP, "Megatron-Bridge #6103, #6105"),
     "documents without index": _defined(

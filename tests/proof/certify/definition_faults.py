@@ -57,6 +57,20 @@ def crowded_expert_drops() -> None:
     wrap(ROUTER, "topk_routing_with_score_function", make)
 
 
+def small_gradients_are_scaled_up() -> None:
+    """Gradients below the clip are scaled to it."""
+
+    def make(clip: Any) -> Any:
+        def always(parameters: Any, max_norm: float, total_norm: float, *args: Any, **kwargs: Any) -> None:
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(max_norm / (total_norm + 1e-6))
+
+        return always
+
+    wrap("megatron.core.optimizer.optimizer", "clip_grad_by_total_norm_fp32", make)
+
+
 def mtp_weighs_twice() -> None:
     """The gradient of MTP's losses is that of their sum over two depths, not of their mean."""
     wrap(MTPLossAutoScaler, "set_loss_scale", lambda set_scale: lambda scale: set_scale(2 * scale))

@@ -20,7 +20,7 @@ from tests.proof.certify.test_script import bench
 #: Only what routers choose is used of it.
 OBJECTIVE = Objective(
     per_token=False, mtp=0.1, balance=(), z=0.0, bias_rate=1e-3, lr=1e-2, edge_lr=1e-2, betas=(0.9, 0.95),
-    epsilon=1e-2, decay=0.1, clip=1.0,
+    epsilon=1e-2, decay=0.1,
 )  # fmt: skip
 Stage = Callable[[Bench], Iterator[Finding]]
 
