@@ -36,7 +36,7 @@ ROOMS = {
     "inference": 5800,
     "post_training": 5855,
     "run": 360,
-    "proof": 7670,
+    "proof": 7685,
     "bridge": 340,
     "cli": 1280,
 }
