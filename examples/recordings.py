@@ -17,7 +17,7 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # this checkout, if the package is not installed
 
 import megatron_nemotron3 as n3
-from megatron_nemotron3.checkpoints import load_base
+from megatron_nemotron3.checkpoints import load_checkpoint
 from megatron_nemotron3.inference.generate import Engine, find_checkpoint, load
 from megatron_nemotron3.proof.bisect import Recorder, Recording, sequence, write
 
@@ -28,7 +28,7 @@ def trained(folder: Path, config: n3.Nemotron3Config, ids: torch.Tensor) -> None
     """Record Megatron's model."""
     with n3.cpu_mode(), torch.no_grad():  # without cpu_mode on a GPU
         model = n3.build_model(config, precision="fp32", backend="torch").eval()
-        load_base(model, folder)
+        load_checkpoint(model, folder)
         positions = torch.arange(ids.shape[1]).expand_as(ids)
         with Recorder(model, vocab_size=config.vocab_size, routing=True) as recorder:
             model(ids, positions, None)
@@ -62,8 +62,10 @@ def main(run: Path) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python examples/recordings.py RUN (make demo trains one in runs/demo)")
     try:
         main(Path(sys.argv[1]))
     except ValueError as problem:
-        print(f"{problem}: `make demo` trains one in runs/demo", file=sys.stderr)
+        print(problem, file=sys.stderr)
         sys.exit(2)

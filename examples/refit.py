@@ -8,6 +8,7 @@ Face's names, as vLLM's `load_weights` takes them; here they go to the engine of
 compute the log-probability of every token of the same text, in FP32.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -29,8 +30,10 @@ STEPS = 3
 
 def train(refit: Refit, config: n3.Nemotron3Config) -> None:
     """Rank 0."""
-    model = n3.build_model(config, precision="fp32", backend="torch")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    # The gradient is that of the loss below alone; MTP keeps its weights.
+    model = n3.build_model(config, precision="fp32", backend="torch", auxiliary_losses=False)
+    weights = [tensor for name, tensor in model.named_parameters() if not name.startswith("mtp.")]
+    optimizer = torch.optim.AdamW(weights, lr=1e-3)
     tokens, labels = TEXT[:, :-1], TEXT[:, 1:].contiguous()
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     for _ in range(STEPS):
@@ -60,6 +63,8 @@ def serve(refit: Refit, config: n3.Nemotron3Config) -> None:
 
 def main() -> None:
     """Both ranks make the same plan."""
+    if os.environ.get("WORLD_SIZE") != "2":
+        sys.exit("start it with: torchrun --nproc-per-node 2 examples/refit.py")
     config = n3.get("super-tiny")
     with n3.cpu_mode():  # leave out on GPUs
         dist.init_process_group("gloo")

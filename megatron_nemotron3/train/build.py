@@ -10,6 +10,7 @@ The numbers take the way of a stock script: dataclass -> flags -> Megatron's par
 from __future__ import annotations
 
 import io
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from contextlib import redirect_stdout
@@ -103,11 +104,19 @@ def build(
 _BUILD_KEYWORDS = ("pg_collection", "pre_process", "post_process", "vp_stage", "seed")
 
 
-def build_model(model: str | Nemotron3Config, **settings: Any) -> HybridModel:
+#: Without them the gradient is that of the caller's loss alone.
+_OWN_LOSS = ("--mtp-loss-scaling-factor", "0.0", "--moe-aux-loss-coeff", "0.0")
+
+
+def build_model(
+    model: str | Nemotron3Config, *, auxiliary_losses: bool = True, **settings: Any
+) -> HybridModel:
     """Build a model by its description: `build_model("super", tiny=True, tp=2, precision="fp32")`.
 
     Args:
         model: a catalog name ("super") or a config of your own.
+        auxiliary_losses: the losses of MTP and of the routers are part of every gradient. They are sums over
+            tokens, which Megatron's schedule divides: give False for a training loop of your own.
         settings: keywords of `Launch.of` (`tiny`, `layout` or sizes of one such as `tp`, `precision`,
             `backend`, `schedule`, `extra`, `te_precision_config_file`, `emulate`, …) and of `build`
             (`pg_collection`, `pre_process`, `post_process`, `vp_stage`, `seed`).
@@ -120,7 +129,32 @@ def build_model(model: str | Nemotron3Config, **settings: Any) -> HybridModel:
         RuntimeError, ValueError: as `build` and `Launch.of`.
     """
     build_settings = {name: settings.pop(name) for name in _BUILD_KEYWORDS if name in settings}
-    return build(Launch.of(model, **settings), **build_settings)
+    if not auxiliary_losses:
+        settings["extra"] = (*settings.get("extra", ()), *_OWN_LOSS)
+    made = build(Launch.of(model, **settings), **build_settings)
+    if auxiliary_losses:
+        _look_for_own_loop(made)
+    return made
+
+
+def _look_for_own_loop(model: HybridModel) -> None:
+    """In the first training step print whether nothing divides the losses of MTP and of the routers."""
+
+    def look(*_: Any) -> None:
+        config = model.config
+        if not (model.training and torch.is_grad_enabled()):
+            return
+        handle.remove()
+        adds = (model.mtp_process and config.mtp_loss_scaling_factor) or config.moe_aux_loss_coeff
+        if adds and config.calculate_per_token_loss and config.finalize_model_grads_func is None:
+            print(
+                "megatron_nemotron3: warning: without Megatron's schedule nothing divides the losses of MTP "
+                "and routers by the tokens, so they outweigh yours: give build_model auxiliary_losses=False, "
+                "or set config.finalize_model_grads_func",
+                file=sys.stderr,
+            )
+
+    handle = model.register_forward_pre_hook(look)
 
 
 def model_provider(

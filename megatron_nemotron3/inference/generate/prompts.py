@@ -267,6 +267,8 @@ def generate(
     """
     if len(prompts) == 0:
         raise ValueError("no prompts: give at least one")
+    if text := next((one for one in prompts if isinstance(one, str)), None):
+        raise ValueError(f"prompt {text[:40]!r} is a text: give token ids, as Tokenizer.encode makes them")
     if before is not None and len(prompts) > 1:
         raise ValueError("the states of a conversation go with one prompt")
     if any(rows) and options.draft:

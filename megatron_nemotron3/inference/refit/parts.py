@@ -173,8 +173,10 @@ def training_tensors(training: Training, rank: int, chunks: Sequence[Any]) -> di
         chunks: its model chunks, one for each virtual stage, in Megatron's wrappers or without.
 
     Raises:
-        ValueError: a parameter is not one of the model, or there is another number of chunks.
+        ValueError: a parameter is not one of the model or is an adapter's, or there are other chunks.
     """
+    if isinstance(chunks, torch.nn.Module):
+        raise ValueError("chunks is one model: give a list, [model]")
     layout, experts = training.layout, training.config.num_moe_experts or 0
     if len(chunks) != layout.vpp:
         raise ValueError(f"{len(chunks)} model chunks given, VPP={layout.vpp} has {layout.vpp}")
@@ -187,6 +189,8 @@ def training_tensors(training: Training, rank: int, chunks: Sequence[Any]) -> di
         for local, tensor in _weights(unwrapped(chunk)):
             if layer := _LAYER.match(local):  # Megatron numbers the layers of a stage from 0
                 local = f"decoder.layers.{int(layer[1]) + offset}.{local[layer.end() :]}"
+            if ".adapter." in local:
+                raise ValueError(f"{local}: LoRA adapters are not sent: merge them into the weights first")
             match = lookup.key(local)
             expert = "" if match.expert is None else str(ep_rank * (experts // layout.ep) + match.expert)
             for hf in match.row.hf:

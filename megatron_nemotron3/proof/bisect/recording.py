@@ -91,6 +91,8 @@ def read(path: Path | str) -> Recording:
         for number, one in enumerate(listed):
             if unknown := one.keys() - known:
                 raise ValueError(f"sequence {number}: unknown field {min(map(str, unknown))!r}")
+            if missing := [name for name in ("ids", "prompt", "logprobs") if name not in one]:
+                raise ValueError(f"sequence {number}: the field {missing[0]!r} is missing: record it again")
         _require_dense(listed, size)
         sequences = [Sequence(**one) for one in listed]
         recording = Recording(data["system"], data["dtype"], sequences, data.get("model"))

@@ -16,11 +16,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megatron_nemotron3.checkpoints import load_base, load_checkpoint
 from megatron_nemotron3.checkpoints.convert.adapters import A, B, StoredAdapter, check_fits
 from megatron_nemotron3.checkpoints.convert.views import InMemory
 from megatron_nemotron3.cli import main
+from megatron_nemotron3.inference.refit import Training, training_tensors
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.lora import LoRASettings, adding_lora
+from megatron_nemotron3.train.build import build_model
 from tests.support.checkpoint_writer import write
 from tests.support.hf_folders import write_hf
 from tests.support.peft_model import FOLDER, MODEL, RANK, base_values, transformers_model
@@ -255,3 +258,31 @@ def test_an_adapter_of_rank_0(base: Path, shared: Path, tmp_path: Path, capsys: 
     }
     with pytest.raises(ValueError, match=r"lora_A \[0, 4\] of backbone.layers.0.mixer.in_proj has rank 0"):
         check_fits(StoredAdapter(InMemory(tmp_path, arrays), 8.0), {f"{stem}.weight": (8, 4)})
+
+
+def test_a_built_model_gets_the_merged_weights(base: Path, shared: Path, tmp_path: Path) -> None:
+    """From a checkpoint with adapters and from the merged folder; what would leave them out is refused."""
+    run("from-hf", base, tmp_path / "megatron", "--adapter", shared)
+    run("to-hf", tmp_path / "megatron", tmp_path / "hf", "--merge-adapter")
+    settings: dict[str, Any] = {"precision": "fp32", "backend": "torch"}
+    with world_of_one():
+        states = []
+        for folder in ("megatron", "hf"):
+            model = build_model(MODEL, **settings)
+            load_checkpoint(model, tmp_path / folder)
+            states.append({name: t for name, t in model.state_dict().items() if isinstance(t, Tensor)})
+        assert states[0].keys() == states[1].keys()
+        assert not [name for name, t in states[0].items() if not t.equal(states[1][name])]
+        with pytest.raises(ValueError, match=r"it has LoRA adapters \(.*load_checkpoint merges them"):
+            load_base(model, tmp_path / "megatron")
+        other = build_model(MODEL.but(hidden_size=2 * MODEL.hidden_size), **settings)
+        with pytest.raises(ValueError, match=r"/hf: .* is \[.*\] there: is it another model\?"):
+            load_checkpoint(other, tmp_path / "hf")
+        with adding_lora(LoRASettings.parse("dim=2")):
+            adapted = build_model(MODEL, **settings)
+        with pytest.raises(ValueError, match="the model has LoRA adapters: load the weights before"):
+            load_checkpoint(adapted, tmp_path / "hf")
+        with pytest.raises(ValueError, match=r"adapter.*: LoRA adapters are not sent: merge them"):
+            training_tensors(Training.of(MODEL, "tp=1"), 0, [adapted])
+        with pytest.raises(ValueError, match=r"chunks is one model: give a list"):
+            training_tensors(Training.of(MODEL, "tp=1"), 0, model)  # type: ignore[arg-type]

@@ -53,6 +53,7 @@ def test_every_row_may_stop_at_once() -> None:
     "ids, new, message",
     [
         ([], 1, "no prompts"),
+        (["hi"], 1, "prompt .hi. is a text: give token ids"),
         ([[1]], 0, "max_new_tokens=0"),
         ([[1] * 200, [1] * 250], 7, "row 1 would have 257 tokens, more than max_context=256"),
     ],

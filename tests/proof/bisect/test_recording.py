@@ -238,7 +238,7 @@ def test_unreadable_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         "new.pt": (data | {"format": "nemotron3-recording-2"}, "its format is 'nemotron3-recording-2'"),
         "less.pt": ({k: v for k, v in data.items() if k != "dtype"}, "the field 'dtype' is missing"),
         "field.pt": (data | {"sequences": [data["sequences"][0] | {"x": 1}]}, "unknown field 'x'"),
-        "ids.pt": (data | {"sequences": [{"prompt": 1}]}, "missing 2 required positional arguments"),
+        "ids.pt": (data | {"sequences": [{"prompt": 1}]}, "sequence 0: the field 'ids' is missing"),
         "flat.pt": (data | {"sequences": data["sequences"][0]}, "sequences must be a list of dicts"),
     }
     for name, (content, message) in saved.items():
