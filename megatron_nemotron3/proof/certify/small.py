@@ -78,7 +78,8 @@ def _experts(model: Nemotron3Config, large_ep: int, ep: int, layers: int) -> dic
     """One expert on a rank, or several; all chosen, or some."""
     assert model.num_moe_experts and model.moe_router_topk
     # As many as leave most of them out for a token, so that some are crowded.
-    several = max(2, -(-min(_EXPERTS, model.num_moe_experts) // ep))
+    # Pairs of them, because a checkpoint is also loaded at EP 2.
+    several = 2 * max(1 if ep > 1 else 2, -(-min(_EXPERTS, model.num_moe_experts) // (2 * ep)))
     experts = ep * (1 if ep > 1 and model.num_moe_experts <= large_ep else several)
     most = experts if model.moe_router_topk == model.num_moe_experts else max(1, experts - 1)
     return {
