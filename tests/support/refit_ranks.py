@@ -304,6 +304,7 @@ FAULTS: dict[str, Callable[[Rank], None]] = {
         1, lambda given: given | {EMBEDDING: torch.cat([given[EMBEDDING]] * 2)}
     ),
     "a tensor of bytes": _trainer(0, lambda given: given | {TRAINED: given[TRAINED].to(torch.uint8)}),
+    "a tensor with NaN": _trainer(1, lambda given: given | {TRAINED: given[TRAINED] * torch.nan}),
     "a trainer cannot read its tensors": _trainer(1, lambda given: Unreadable(given, "_start")),
     "a trainer cannot pack": _trainer(1, lambda given: Unreadable(given, "__missing__")),
     "a server cannot prove": _server(1, lambda given: Unreadable(given, "run")),

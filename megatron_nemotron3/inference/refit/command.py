@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_nemotron3.checkpoints.convert.quantized import read_scales
 from megatron_nemotron3.common.options import NEEDED, add_command, flag, json_flag, option
-from megatron_nemotron3.common.output import Bar, print_json
+from megatron_nemotron3.common.output import Bar, count, print_json
 from megatron_nemotron3.inference.refit.layouts import DTYPES, EngineLayout, Training
 from megatron_nemotron3.inference.refit.shares import ENGINES
 from megatron_nemotron3.models.command import ModelOptions, chosen_model
@@ -62,6 +62,9 @@ def register(commands: Any) -> None:
 def refit(options: RefitOptions) -> int:
     """Print the figures of the plan. Returns exit status 0."""
     config = chosen_model(options.which)
+    for name, layout in (("--from", options.source), ("--to", options.target)):
+        if not layout:
+            raise ValueError(f"{name} '': give sizes, such as tp=8")
     training = Training.of(config, options.source)
     scales = read_scales(options.input_scales) if options.input_scales is not None else {}
     serving = EngineLayout.of(
@@ -95,8 +98,9 @@ def refit(options: RefitOptions) -> int:
         }
         print_json(facts | load._asdict())
         return 0
-    print(f"trainer           {training}: {training.layout.world_size:,} ranks")
-    print(f"servers           {serving}: {serving.size:,} ranks{', the same processes' * plan.colocated}")
+    shared = f", {min(serving.size, training.layout.world_size):,} of them trainers" * plan.colocated
+    print(f"trainer           {training}: {count(training.layout.world_size, 'rank')}")
+    print(f"servers           {serving}: {count(serving.size, 'rank')}{shared}")
     print(f"tensors           {len(plan.names):,}, in {plan.steps:,} steps")
     print(f"sent              {load.total:,} bytes in {load.messages:,} messages")
     if plan.colocated:

@@ -270,7 +270,7 @@ def _sizes(text: str, known: tuple[str, ...], side: str) -> dict[str, int]:
         name, _, number = (part.strip() for part in word.partition("="))
         if name not in known or not (number.isascii() and number.isdecimal() and len(number) < 7):
             raise ValueError(
-                f"{side} layout: {word!r} is not a size: use {', '.join(f'{k}=' for k in known)}"
+                f"{side} layout: {word!r} is no size (below 1,000,000) of {', '.join(f'{k}=' for k in known)}"
             )
         if name in sizes:
             raise ValueError(f"{side} layout: {name}= is given twice")

@@ -266,4 +266,6 @@ def check_source(plan: RefitPlan, rank: int, source: Mapping[str, Tensor]) -> st
                 return f"{name} is {list(own)}, {training} has {list(shape)}"
             if not dtype.is_floating_point or dtype.itemsize < 2:
                 return f"{name} is {dtype}: give weights of 16 bits or more"
+            if not source[name].isfinite().all():
+                return f"{name} has NaN or infinite values: they would be served"
     return None

@@ -103,11 +103,13 @@ class Investigation:
         side.routed = first_router(hypotheses, recording)
         if segment is None:
             side.position = evidence.position()
+            self._say_first(side)
             side.explanations = self._explained(side, hypotheses, recording, evidence)
             if side.explanations:
                 side.layer = min(side.explanations[0].layers, default=None)
             return side
         side.position, side.experts = segment.evidence.position(), segment.experts()
+        self._say_first(side)
         causes = [*self.causes, *segment.causes(side.experts, self.previous)]
         found = best(segment.evidence.explained(segment.trials(causes)))
         by_name = {cause.name: cause for cause in causes}
@@ -122,6 +124,12 @@ class Investigation:
         if segment.stop - segment.first == 1 and not (found and side.entering):
             side.layer, side.exactly = segment.first, True
         return side
+
+    def _say_first(self, side: Side) -> None:
+        """What is known before the search for the cause, which may take long."""
+        sequence, token = side.position or (0, 0)
+        router = "" if side.routed is None else f"; the router of layer {side.routed} is the first to differ"
+        self.echo(f"{side.name}: it deviates from token {token} of sequence {sequence} on{router}")
 
     def _explained(
         self, side: Side, hypotheses: Hypotheses, recording: Recording, evidence: Evidence

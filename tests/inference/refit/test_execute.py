@@ -198,6 +198,10 @@ WORDS = {
         "untouched True",
     ],
     "a tensor of bytes": ["source of rank 0: backbone.norm_f.weight is torch.uint8", "untouched True"],
+    "a tensor with NaN": [
+        "source of rank 1: backbone.norm_f.weight has NaN or infinite values: they would be served",
+        "untouched True",
+    ],
     "a trainer cannot read its tensors": ["rank 1: OSError: the disk has gone", "untouched True"],
     "a trainer cannot pack": ["moved step", "OSError: the disk has gone"],
     "a server cannot prove": ["rank 3: OSError: the disk has gone"],

@@ -160,12 +160,17 @@ def test_the_command_prints_the_plan(capsys) -> None:
     assert "32 ranks" in capsys.readouterr().out
     assert main([*words, "--delta", "mtp.*"]) == 0
     assert "busiest sender" in capsys.readouterr().out
+    more = ["--from", "tp=2", "--to", "replicas=3", "--engine", "hf", "--colocated"]
+    assert main(["plan", "refit", "super", "--tiny", *more]) == 0
+    assert "3 ranks, 2 of them trainers" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--from", "tp=3", "--to", "tp=4"], "TP=3"),
+        (["--from", "tp=2", "--to", ""], "--to '': give sizes, such as tp=8"),
+        (["--from", "tp=2", "--to", "tp=1000000"], "'tp=1000000' is no size (below 1,000,000) of tp="),
         (["--from", "tp=2", "--to", "tp=3"], "cannot be divided by 3"),
         (["--from", "tp=2", "--to", "tp=4,ep=2"], "vLLM spreads experts over"),
         (["--from", "tp=2", "--to", "pp=2"], "mtp=0"),

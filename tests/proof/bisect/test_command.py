@@ -90,6 +90,8 @@ def test_the_wrong_side_is_named_on_either_side(
     assert run(place, "engine.pt", "--first", "1", trainer="wrong.pt") == 1
     said = capsys.readouterr().out
     assert "trainer (vllm, float32) deviates" in said and "sequences 1, tokens 48" in said
+    # What is known is said before the search.
+    assert re.search(r"^trainer: it deviates from token \d+ of sequence 0 on\ntrainer: trying", said, re.M)
 
 
 def changed(place: Path, edit: Callable[[Recording], Any]) -> str:
