@@ -33,10 +33,10 @@ ROOMS = {
     "boundary": 4330,
     "train": 10000,
     "specs": 260,
-    "inference": 5800,
+    "inference": 5805,
     "post_training": 5855,
     "run": 360,
-    "proof": 7685,
+    "proof": 7695,
     "bridge": 340,
     "cli": 1280,
 }
