@@ -124,6 +124,7 @@ class GenerateOptions(SamplingOptions):
     chat: bool = flag("format each prompt as a user message with the tokenizer's chat template")
     chat_template_kwargs: str | None = template_variables_option()
     json: bool = json_flag()
+    logprobs: bool = flag("with --json: log-probability of each new token, at temperature 1")
     no_stream: bool = flag("print no text before all are complete")
     #: --prompt and the options of media with their values, in order.
     ordered: list[tuple[str, str]] = field(default_factory=list)
@@ -219,6 +220,8 @@ def _generate(folder: Path, options: GenerateOptions) -> int:
     variables = template_variables(options.chat_template_kwargs)
     if variables and not options.chat:
         raise ValueError("--chat-template-kwargs goes with --chat: drop it")
+    if options.logprobs and not options.json:
+        raise ValueError("--logprobs goes with --json: add it")
     if "" in options.stop:
         raise ValueError("--stop '': give a text")
     tokenizer, opened = open_text_model(folder, options)
@@ -231,7 +234,9 @@ def _generate(folder: Path, options: GenerateOptions) -> int:
     engine = load_engine(opened, options.device, options.dtype, mtp=options.draft > 0)
     texts = [prompt.text for prompt in prompts]
     stream = OutputStream(texts, tokenizer, options.stop, live=not (options.no_stream or options.json))
-    generation = GenerationOptions(options.max_new_tokens, sampling, options.draft, tokenizer.stop)
+    generation = GenerationOptions(
+        options.max_new_tokens, sampling, options.draft, tokenizer.stop, logprobs=options.logprobs
+    )
     result = generate(engine, ids, generation, stream.push, rows=rows)
     stream.end()
     if options.json:
@@ -325,6 +330,7 @@ def _generation_as_json(
                 "prompt_tokens": len(prompt),
                 "text": output.text,
                 "tokens": row.tokens,
+                **({"logprobs": row.logprobs} if row.logprobs else {}),
                 "stopped": row.stopped or output.stopped_by is not None,
             }
             for row, output, prompt in zip(result.rows, outputs, ids)

@@ -47,6 +47,7 @@ class GenerationOptions:
             with continue with the repeated block.
         stop: ids that end a row.
         chunk: tokens per prefill pass.
+        logprobs: also return the log-probability of each new token, by the model at temperature 1.
 
     Raises:
         ValueError: max_new_tokens < 1, or draft < 0.
@@ -57,6 +58,7 @@ class GenerationOptions:
     draft: int = 0
     stop: Collection[int] = ()
     chunk: int = CHUNK
+    logprobs: bool = False
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -67,10 +69,15 @@ class GenerationOptions:
 
 @dataclass
 class Continuation:
-    """The new tokens after one prompt; the last is a stop token if `stopped`."""
+    """The new tokens after one prompt; the last is a stop token if `stopped`.
+
+    logprobs: natural logarithm of each token's probability at temperature 1, without top-k and top-p; empty
+        unless `GenerationOptions.logprobs`.
+    """
 
     tokens: list[int] = field(default_factory=list)
     stopped: bool = False
+    logprobs: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -181,6 +188,9 @@ class Decoder:
         self.sampler = Sampler(options.sampling, range(len(prompts)))
         #: [b], not yet seen by the states.
         self.newest: Tensor = self.sampler(read.logits)
+        #: Log-probabilities of the tokens of each row that the last pass gave, if they are wanted.
+        self.logprobs: list[list[float]] | None = [] if options.logprobs else None
+        self._score(read.logits.unsqueeze(1), [[token] for token in self.newest.tolist()])
 
     def select(self, rows: Sequence[int]) -> None:
         self.state, self.sampler = self.state.select(rows), self.sampler.select(rows)
@@ -192,7 +202,9 @@ class Decoder:
         if self.mtp is None:
             out = self.engine.forward(self.newest.unsqueeze(1), self.state)
             self.newest = self.sampler(out.logits.squeeze(1))
-            return [[token] for token in self.newest.tolist()]
+            new = [[token] for token in self.newest.tolist()]
+            self._score(out.logits, new)
+            return new
         limits = [min(limit, self.draft) for limit in limits]
         k = max(limits)
         # The same number of random numbers for every row and step, so that rows do not affect each other.
@@ -218,6 +230,7 @@ class Decoder:
             )
             rows = torch.cat((drafted, own.unsqueeze(1), accepted.unsqueeze(1)), 1).tolist()
             new = [[*row[: row[-1]], row[-2]] for row in rows]
+        self._score(out.logits, new)
         kept = [len(tokens) for tokens in new]
         if out.rollback is not None:
             self.state.truncate(kept, out.rollback)
@@ -225,6 +238,15 @@ class Decoder:
         self.mtp.append(tokens[:, :n], out.hidden[:, :n], kept)
         self.newest = own
         return new
+
+    def _score(self, logits: Tensor, new: Sequence[Sequence[int]]) -> None:
+        """Keep the log-probabilities of new tokens, of logits [b, n, vocabulary], if they are wanted."""
+        if self.logprobs is None:
+            return
+        width = max(map(len, new))
+        index = on_device([[*row, *[0] * (width - len(row))] for row in new], logits.device)
+        values = logits[:, :width].float().log_softmax(-1).gather(-1, index.unsqueeze(-1)).squeeze(-1)
+        self.logprobs = [row[: len(tokens)] for row, tokens in zip(values.tolist(), new)]
 
     def _draft_tokens(self, mtp: MTP, k: int, numbers: Tensor | None) -> tuple[Tensor, list[Tensor]]:
         """Drafts [b, k], and with random numbers the distributions [b, vocabulary] they are drawn from."""
@@ -290,8 +312,10 @@ def generate(
                 known = len(result.rows[row].tokens)
                 if not _extend_row(result, row, tokens, options, on_token):
                     going.append(index)
+                emitted = len(result.rows[row].tokens) - known
+                if decoder.logprobs is not None:
+                    result.rows[row].logprobs += decoder.logprobs[index][:emitted]
                 if limits:
-                    emitted = len(result.rows[row].tokens) - known
                     result.speculation.count(limits[index], len(tokens), emitted)
             if not going:
                 break

@@ -124,6 +124,9 @@ def test_json(folders_with_text: Folders, capsys: Capture) -> None:
     assert s["draft"] == 2 and len(s["acceptance_by_position"]) == 2
     assert s["acceptance_length"] == pytest.approx((drafted["new_tokens"] - 2) / s["verifications"])
     assert drafted["passes"] < plain["passes"]
+    scored = json.loads(run(capsys, *words, "--json", "--logprobs"))["texts"]
+    assert all(len(text.pop("logprobs")) == len(text["tokens"]) for text in scored)
+    assert scored == plain["texts"]
 
 
 def test_a_narrow_model_computes_in_one_thread(
@@ -194,6 +197,7 @@ def refused(capsys: Capture, *words: object) -> str:
     [
         ([], "no prompt: give --prompt TEXT or --prompt-file F"),
         (["--prompt", ""], "prompt 1 is empty"),
+        (["--prompt", "a", "--logprobs"], "--logprobs goes with --json: add it"),
         (["--prompt", "a", "--max-new-tokens", 0], "--max-new-tokens 0: give 1 or more"),
         (["--prompt", "a", "--max-new-tokens", 256], "use --max-new-tokens 255 or less"),
         (["--prompt", "good " * 300, "--max-new-tokens", 1], "more than the 256 of the model"),

@@ -63,6 +63,23 @@ def test_what_is_refused(ids: list[list[int]], new: int, message: str) -> None:
         generate(Engine(tiny("super")[0].model), ids, GenerationOptions(new))
 
 
+@pytest.mark.parametrize("draft", [0, 2])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.7, top_p=0.8, seed=5)], ids=str)
+def test_log_probabilities_of_new_tokens(draft: int, sampling: Sampling) -> None:
+    """Those of one pass over the whole text, at temperature 1; a row that stops early has no more."""
+    engine, _ = tiny("super")
+    first = generate(engine, prompts(), GenerationOptions(9, sampling, draft)).rows
+    options = GenerationOptions(9, sampling, draft, stop={first[0].tokens[4]}, logprobs=True)
+    found = generate(engine, prompts(), options).rows
+    assert [row.tokens for row in found] == [row.tokens[: len(f.tokens)] for row, f in zip(first, found)]
+    assert found[0].stopped and not first[0].logprobs
+    for prompt, row in zip(prompts(), found, strict=True):
+        ids = torch.tensor([[*prompt, *row.tokens]])
+        logits = engine.forward(ids[:, :-1], engine.new_state()).logits
+        expected = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[0, len(prompt) - 1 :, 0]
+        torch.testing.assert_close(torch.tensor(row.logprobs), expected, rtol=1e-5, atol=1e-5)
+
+
 # --- checkpoints --------------------------------------------------------------------------------------
 
 
