@@ -33,7 +33,7 @@ ROOMS = {
     "boundary": 4330,
     "train": 10000,
     "specs": 260,
-    "inference": 5805,
+    "inference": 5840,
     "post_training": 5855,
     "run": 360,
     "proof": 7695,
