@@ -53,6 +53,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megatron_nemotron3.checkpoints.convert.into_model import load_base
+from megatron_nemotron3.common.switches import LORA
 from megatron_nemotron3.layers.backend import TORCH, Backend, default_backend, te_problem
 from megatron_nemotron3.layers.draws import seed_by_step
 from megatron_nemotron3.layers.latent_moe import CountingRouter
@@ -71,7 +72,7 @@ ATTACHED = (
     emulate_stack,
     correct_losses,
     watch_stack,
-    partial(add_when_built, load_base=load_base),
+    partial(add_when_built, load_base=partial(load_base, option=f"{LORA}: base=")),
 )
 
 

@@ -88,7 +88,7 @@ def _require_no_adapters(model: Any) -> None:
         raise ValueError(f"the model has LoRA adapters: load the weights before they are added, or by {LORA}")
 
 
-def load_base(model: Any, folder: Path, *, option: str = f"{LORA}: base=", dp_cp: Any = None) -> None:
+def load_base(model: Any, folder: Path, *, option: str = "", dp_cp: Any = None) -> None:
     """Load this rank's weights of a Megatron checkpoint into a model without adapters. All ranks call it.
 
     Args:
@@ -102,7 +102,8 @@ def load_base(model: Any, folder: Path, *, option: str = f"{LORA}: base=", dp_cp
 
     found = locate_one(folder)
     if not (found.folder / METADATA).exists():
-        raise ValueError(f"{option}{folder}: it is not a torch_dist checkpoint of Megatron")
+        cure = ": nemotron3 convert from-hf makes one of it" * (found.kind == "hugging face")
+        raise ValueError(f"{option}{folder}: it is not a torch_dist checkpoint of Megatron{cure}")
     require_trusted(found.folder)
     place = str(found.folder)
     metadata = dist_checkpointing.load_content_metadata(place) or {}

@@ -275,6 +275,8 @@ def test_a_built_model_gets_the_merged_weights(base: Path, shared: Path, tmp_pat
         assert not [name for name, t in states[0].items() if not t.equal(states[1][name])]
         with pytest.raises(ValueError, match=r"it has LoRA adapters \(.*load_checkpoint merges them"):
             load_base(model, tmp_path / "megatron")
+        with pytest.raises(ValueError, match=r"/hf: it is not a torch_dist .* from-hf makes one of it"):
+            load_base(model, tmp_path / "hf")
         other = build_model(MODEL.but(hidden_size=2 * MODEL.hidden_size), **settings)
         with pytest.raises(ValueError, match=r"/hf: .* is \[.*\] there: is it another model\?"):
             load_checkpoint(other, tmp_path / "hf")
