@@ -73,7 +73,7 @@ def json_outside(path: Path | str, *, limit: int) -> Any:
     try:
         return json.loads(data)
     except RecursionError:
-        raise Unreadable(os.fspath(path), "it is nested too deeply") from None
+        raise json.JSONDecodeError("it is nested too deeply", "", 0) from None
 
 
 def _check_regular(found: os.stat_result, path: Path | str, limit: int | None) -> None:

@@ -267,5 +267,5 @@ def check_source(plan: RefitPlan, rank: int, source: Mapping[str, Tensor]) -> st
             if not dtype.is_floating_point or dtype.itemsize < 2:
                 return f"{name} is {dtype}: give weights of 16 bits or more"
             if not source[name].isfinite().all():
-                return f"{name} has NaN or infinite values: they would be served"
+                return f"{name} holds infinity or NaN: it would be served"
     return None

@@ -199,7 +199,7 @@ WORDS = {
     ],
     "a tensor of bytes": ["source of rank 0: backbone.norm_f.weight is torch.uint8", "untouched True"],
     "a tensor with NaN": [
-        "source of rank 1: backbone.norm_f.weight has NaN or infinite values: they would be served",
+        "source of rank 1: backbone.norm_f.weight holds infinity or NaN: it would be served",
         "untouched True",
     ],
     "a trainer cannot read its tensors": ["rank 1: OSError: the disk has gone", "untouched True"],

@@ -81,9 +81,9 @@ def test_what_no_format_holds_is_an_error_before_anything_moves(value: float) ->
     ("words", "said"),
     [
         (["--to", "tp=2", "--quantize", "nvfp4"], "use engine hf"),
-        (["--to", "", "--engine", "hf", "--quantize", "fp8"], "give --input-scales"),
-        (["--to", "", "--engine", "hf", "--quantize", "int4"], "no published recipe 'int4'"),
-        (["--to", "", "--engine", "hf", "--input-scales", "scales.json"], "give quantize"),
+        (["--to", "replicas=1", "--engine", "hf", "--quantize", "fp8"], "give --input-scales"),
+        (["--to", "replicas=1", "--engine", "hf", "--quantize", "int4"], "no published recipe 'int4'"),
+        (["--to", "replicas=1", "--engine", "hf", "--input-scales", "scales.json"], "give quantize"),
     ],
 )
 def test_what_cannot_be_packed_is_said_in_a_line(words, said, capsys, tmp_path, monkeypatch) -> None:
