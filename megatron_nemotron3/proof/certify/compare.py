@@ -70,10 +70,7 @@ def nudged(tensors: Tensors, seed: int, floats: int = 1) -> Tensors:
 
 
 def moved_far(start: Tensors, terms: int) -> list[Tensors]:
-    """Weights that change a result as much as sums of `terms` in another order do, several times.
-
-    A quarter of the bound: right layouts were within it (docs/measurements.md, "Every layout").
-    """
+    """Weights that move a result by a quarter of the bound, within which right layouts were, several times."""
     floats = math.ceil(math.sqrt(terms) / 2)
     return [nudged(start, seed, floats) for seed in range(NUDGES, NUDGES + _FAR)]
 
