@@ -70,7 +70,7 @@ def nudged(tensors: Tensors, seed: int, floats: int = 1) -> Tensors:
 
 
 def moved_far(start: Tensors, terms: int) -> list[Tensors]:
-    """Weights that move a result by a quarter of the bound, within which right layouts were, several times."""
+    """Weights that move a result by a quarter of the bound, as right layouts do at most; several."""
     floats = math.ceil(math.sqrt(terms) / 2)
     return [nudged(start, seed, floats) for seed in range(NUDGES, NUDGES + _FAR)]
 
