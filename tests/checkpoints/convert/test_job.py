@@ -33,6 +33,7 @@ from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.models.command import StoredModelOptions
 from tests.support.counted_job import Numbers, counted, digest, forked, slow
 from tests.support.hf_folders import write_hf
+from tests.support.killed_command import killed_at
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -165,39 +166,6 @@ def test_a_killed_worker_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 # -- the source changes after a kill -------------------------------------------------------------------
 
 
-#: Calls at which a job is killed; between two of them nothing changes on the disk.
-_STEPS = ("replace", "unlink", "fsync", "rmdir", "mkdir", "rename")
-
-
-def _killed_at(step: int, words: list[str]) -> int | None:
-    """Run a command in a process that is killed before its call `step` of _STEPS.
-
-    Returns the number of calls if it ended before, else None.
-    """
-    if (child := os.fork()) == 0:
-        torch.set_num_threads(1)  # its threads do not survive a fork
-        calls = 0
-        for name in _STEPS:
-            real = getattr(os, name)
-
-            def counted_call(*args: Any, real: Any = real, **options: Any) -> Any:
-                nonlocal calls
-                if calls == step:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                calls += 1
-                return real(*args, **options)
-
-            setattr(os, name, counted_call)
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), 1)
-        os._exit(calls if cli.main(words) == 0 else 255)
-    _, status = os.waitpid(child, 0)
-    if os.WIFSIGNALED(status):
-        return None
-    assert 0 < os.WEXITSTATUS(status) < 255
-    return os.WEXITSTATUS(status)
-
-
 def _small_source(folder: Path) -> Path:
     write_hf(folder, tiny(get("super")).but(pattern="M*", mtp_pattern=None, mtp_num_layers=0, vocab_size=40))
     return folder
@@ -232,13 +200,13 @@ def test_killed_at_every_step_and_the_source_changed(
     """The same command never ends well with old weights. The last steps follow the manifest."""
     source, out = _small_source(tmp_path / "hf"), tmp_path / "out"
     words = ["convert", "from-hf", str(source), str(out), "--workers", "1"]
-    steps = _killed_at(1000, words)
+    steps = killed_at(1000, words)
     assert steps is not None and steps > 20
     refused = 0
     for step in sorted({*range(0, steps, every), *range(steps - 8, steps)}):
         shutil.rmtree(partial_of(out), ignore_errors=True)
         shutil.rmtree(out, ignore_errors=True)
-        assert _killed_at(step, words) is None
+        assert killed_at(step, words) is None
         if out.exists():  # killed after the rename
             continue
         change(source)
@@ -264,7 +232,7 @@ def test_killed_before_the_folder_has_its_name_then_other_options(tmp_path: Path
     step = 0
     while not (partial_of(out) / MANIFEST).exists():
         shutil.rmtree(partial_of(out), ignore_errors=True)
-        assert _killed_at(step := step + 3, [*words, "--allow-nonfinite"]) is None
+        assert killed_at(step := step + 3, [*words, "--allow-nonfinite"]) is None
     assert cli.main(words) == 2 and not out.exists()
     names = {one.name for one in fields(conversion.ToHfOptions)} - set(conversion._NO_EFFECT)
     assert "from_optimizer_master" in names and names < set(conversion._job_options(conversion.ToHfOptions()))
