@@ -25,11 +25,11 @@ from megatron_nemotron3.proof.certify.bench import (
     Bench,
     Finding,
     PropertyState,
-    any_failed,
     failed,
     last_line,
     passed,
     untested,
+    with_other_data,
 )
 
 #: Rules on `--seq-length`, which in reinforcement learning is no length of a training batch.
@@ -168,11 +168,11 @@ def layouts(bench: Bench) -> Iterator[Finding]:
     from megatron_nemotron3.proof.certify import compare
 
     own = bench.proxy.case.seed
-    for seed in range(own, own + 1 + compare.OTHER_TOKENS):
-        found = list(_layouts(bench, seed))
-        if not any_failed(found) or not compare.depends_on_rounding(bench.case(None, seed=seed)):
-            break
-    yield from found
+    yield from with_other_data(
+        lambda number: _layouts(bench, own + number),
+        lambda number: compare.depends_on_rounding(bench.case(None, seed=own + number)),
+        1 + compare.OTHER_TOKENS,
+    )
 
 
 def _layouts(bench: Bench, seed: int) -> Iterator[Finding]:

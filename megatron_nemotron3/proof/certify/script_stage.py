@@ -20,11 +20,11 @@ from megatron_nemotron3.proof.certify import checkpoints, observer
 from megatron_nemotron3.proof.certify.bench import (
     Bench,
     Finding,
-    any_failed,
     failed,
     last_line,
     passed,
     untested,
+    with_other_data,
 )
 from megatron_nemotron3.proof.certify.compare import (
     NUDGES,
@@ -164,13 +164,14 @@ def script(bench: Bench) -> Iterator[Finding]:
 
     A failure counts if rounding decides nothing on its data; otherwise other data are tried.
     """
-    for seed in range(1 + OTHER_TOKENS):
+    runs: list[ScriptRuns] = []
+
+    def findings(seed: int) -> Iterator[Finding]:
         shutil.rmtree(folder(bench), ignore_errors=True)
-        scripts = ScriptRuns(bench)
-        found = list(_script(scripts, seed))
-        if not any_failed(found) or not scripts.depend_on_rounding():
-            break
-    yield from found
+        runs.append(ScriptRuns(bench))
+        yield from _script(runs[-1], seed)
+
+    yield from with_other_data(findings, lambda _: runs[-1].depend_on_rounding(), 1 + OTHER_TOKENS)
 
 
 def _script(scripts: ScriptRuns, seed: int) -> Iterator[Finding]:

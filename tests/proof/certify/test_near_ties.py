@@ -11,7 +11,7 @@ import torch
 
 from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.proof.certify import compare, proof, script_stage
-from megatron_nemotron3.proof.certify.bench import Bench, Finding, failed, passed
+from megatron_nemotron3.proof.certify.bench import Bench, Finding, PropertyState, failed, passed
 from megatron_nemotron3.proof.certify.plain_step import Objective, define
 from megatron_nemotron3.proof.certify.tensors import Tensors
 from megatron_nemotron3.proof.certify.world import global_batch
@@ -22,6 +22,8 @@ OBJECTIVE = Objective(
     per_token=False, mtp=0.1, balance=(), z=0.0, bias_rate=1e-3, lr=1e-2, edge_lr=1e-2, betas=(0.9, 0.95),
     epsilon=1e-2, decay=0.1,
 )  # fmt: skip
+#: A comparison that failed.
+APART = Finding("expert biases", PropertyState.FAIL, difference=2.0, tolerance=1.0)
 Stage = Callable[[Bench], Iterator[Finding]]
 
 
@@ -61,7 +63,7 @@ def test_a_tie_is_seen_and_other_tokens_prove(small: Bench, monkeypatch: pytest.
             tried.append(seed)
             yield from layouts(bench, seed)
             if seed == one.seed:
-                yield failed("expert biases")
+                yield APART
 
         patch.setattr(proof, "_layouts", wrong_on_the_first)
         found = list(proof.layouts(small))
@@ -88,13 +90,26 @@ def test_a_failure_counts_where_rounding_decides_nothing(
 
     def always_wrong(_: Any, seed: int) -> Iterator[Finding]:
         seeds.append(seed)
-        yield failed("gradients")
+        yield APART
 
     monkeypatch.setattr(module, attribute, always_wrong)
     monkeypatch.setattr(compare, "depends_on_rounding", lambda case: len(seeds) <= ties)
     monkeypatch.setattr(script_stage.ScriptRuns, "depend_on_rounding", lambda runs: len(seeds) <= ties)
-    assert list(stage(small)) == [failed("gradients")]
+    assert list(stage(small)) == [APART]
     assert len(seeds) == tries and seeds == list(range(seeds[0], seeds[0] + tries))
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_run_that_did_not_end_is_not_repeated(
+    name: str, small: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing was compared, and one process that fails cannot be asked whether rounding decides."""
+    module, attribute, stage = STAGES[name]
+    dead = failed("training", "one process", "it ended")
+    monkeypatch.setattr(module, attribute, lambda _, seed: iter([dead, APART]))
+    monkeypatch.setattr(compare, "depends_on_rounding", lambda case: pytest.fail("asked"))
+    monkeypatch.setattr(script_stage.ScriptRuns, "depend_on_rounding", lambda runs: pytest.fail("asked"))
+    assert list(stage(small)) == [dead, APART]
 
 
 @pytest.mark.full
