@@ -241,9 +241,10 @@ def step_findings(name: str) -> list[DoctorFinding]:
 def _train_one_step(config: Nemotron3Config, device: str, precision: str) -> list[DoctorFinding]:
     import torch
 
-    from megatron_nemotron3.train.build import build_model
+    from megatron_nemotron3.launch import Launch
+    from megatron_nemotron3.train.build import build
 
-    model = build_model(config, precision=precision)
+    model = build(Launch.of(config, precision=precision))
     model.to(device)
     torch.manual_seed(0)
     ids = torch.randint(0, config.vocab_size, (2, LENGTH), device=device)

@@ -241,14 +241,14 @@ def _encoded(
     lengths: list[int] = []
     result: list[Encoded] = []
     # What is said of rows; of those to train on the training says it.
-    findings = {"to train on": Findings(), "held out": Findings()}
+    findings = {"held out": Findings()}
     # The roles of each conversation without an answer.
     silent: dict[str, list[set[str]]] = {}
     with Bar("read conversations", "lines", len(train) + len(held_out)) as bar:
 
         def parsed(lines: Mapping[str, bytes], side: str) -> Iterator[Conversation]:
             for place, line in lines.items():
-                yield from parse_line(line, place, form=reading.form, findings=findings[side])
+                yield from parse_line(line, place, form=reading.form, findings=findings.get(side))
                 bar.add(1)
 
         for side, lines in (("to train on", train), ("held out", held_out)):

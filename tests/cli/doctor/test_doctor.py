@@ -131,7 +131,7 @@ def test_a_product_that_fails_does_not_hide_what_is_missing() -> None:
 
 def stepped() -> tuple[list[str], list[str]]:
     good = [f.message for f in step_findings("super") if f.level == "error"]
-    builder = build.build_model
+    builder = build.build
 
     def detached(*args, **kwargs):
         model = builder(*args, **kwargs)
@@ -141,7 +141,7 @@ def stepped() -> tuple[list[str], list[str]]:
         model.decoder.layers[0].mixer.D.requires_grad_(False)
         return model
 
-    build.build_model = detached  # type: ignore[assignment]
+    build.build = detached  # type: ignore[assignment]
     return good, [f.subject for f in step_findings("super") if f.level == "error"]
 
 
