@@ -94,23 +94,29 @@ class GroupedLinear(ReplaceableProducts, EmptyExtraState):
         for i in range(num_gemms):
             weight = torch.nn.Parameter(torch.empty(local, dtype=config.params_dtype, device=device))
             set_tensor_model_parallel_attributes(weight, True, self.split_axis, 1)
-            if config.perform_initialization:
-                self._initialize(weight, shape, init_method)
             weight.allreduce = not own_groups  # type: ignore[attr-defined]
             self.register_parameter(f"weight{i}", weight)
+        if config.perform_initialization:
+            self._initialize(shape, init_method)
         if torch.device(device).type == "cuda" and library_kernels_enabled():
             one_allocation(self.weights())  # so that the grouped product needs no copy
 
-    def _initialize(
-        self, weight: torch.nn.Parameter, shape: list[int], init_method: Callable[[Tensor], Any]
-    ) -> None:
-        if self.config.use_cpu_initialization:
-            # Draws the full master weight and takes this rank's part: weights do not depend on expert TP.
+    def _initialize(self, shape: list[int], init_method: Callable[[Tensor], Any]) -> None:
+        if not self.config.use_cpu_initialization:
+            with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
+                for weight in self.weights():
+                    init_method(weight)
+            return
+        # All ranks draw the full matrices of all experts and take their part: weights do not depend on the
+        # layout. Megatron's own experts would be alike on all expert-parallel ranks.
+        first, unused = self.ep_group.rank() * self.num_gemms, torch.empty_like(self.weights()[0])
+        for expert in range(self.ep_group.size() * self.num_gemms):
+            own = getattr(self, f"weight{expert - first}", unused) if expert >= first else unused
             _initialize_affine_weight_cpu(
-                weight,
+                own,
                 shape[0],
                 shape[1],
-                weight.shape[self.split_axis],
+                own.shape[self.split_axis],
                 self.split_axis,
                 init_method,
                 params_dtype=self.config.params_dtype,
@@ -118,9 +124,6 @@ class GroupedLinear(ReplaceableProducts, EmptyExtraState):
                 world_size=self.tp_group.size(),
                 skip_set_tensor_parallel_attributes=True,
             )
-        else:
-            with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
-                init_method(weight)
 
     def weights(self) -> list[torch.nn.Parameter]:
         """The local experts' matrices, each [output, input]."""
