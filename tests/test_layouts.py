@@ -55,7 +55,8 @@ CONFIG = tiny(get("super")).but(pattern="MEM*EME*", vocab_size=255)
 
 def _argv(layout: ParallelLayout, extra: tuple[str, ...], **data: object) -> list[str]:
     schedule = short_schedule(STEPS, eval_iters=1)
-    return mock_argv(CONFIG, layout, schedule, extra, **data)
+    # With Adam's epsilon of 1e-8 rounding noise of a zero gradient would move a weight by the learning rate.
+    return mock_argv(CONFIG, layout, schedule, ("--adam-eps", "1e-4", *extra), **data)
 
 
 def _train(script: Path, layout: ParallelLayout, argv: list[str]) -> log.Curve:
