@@ -25,7 +25,7 @@ PACKAGE = ROOT / NAME
 ROOMS = {
     "common": 2980,
     "models": 3390,
-    "cpu": 1055,
+    "cpu": 1065,
     "precision": 4300,
     "layers": 4340,
     "checkpoints": 11365,
@@ -36,7 +36,7 @@ ROOMS = {
     "inference": 5840,
     "post_training": 5855,
     "run": 360,
-    "proof": 7710,
+    "proof": 8205,
     "bridge": 340,
     "cli": 1280,
 }

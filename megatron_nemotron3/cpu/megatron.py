@@ -11,8 +11,8 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 #: Megatron arguments that are invalid on a CPU -> their values there, set after parsing.
 ARGUMENTS: dict[str, Any] = {
     "distributed_backend": "gloo",
-    "use_cpu_initialization": True,
+    "use_cpu_initialization": True,  # not invalid, but weights then do not depend on the layout
     "gradient_accumulation_fusion": False,  # a CUDA extension of apex
     "masked_softmax_fusion": False,  # CUDA kernels
     "persist_layer_norm": False,  # apex
@@ -45,6 +45,17 @@ ARGUMENTS_WITH: dict[str, dict[str, Any]] = {
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 #: Class of arguments -> what Megatron finds in its source, which it parses for each parser: 0.2 s.
 _FIELD_HELP: dict[type, dict[str, str]] = {}
+
+
+@contextmanager
+def initialized_by_rank() -> Iterator[None]:
+    """Inside, each rank of CPU mode draws its own weights from Megatron's random streams, as on GPUs."""
+    name = "use_cpu_initialization"
+    whole = ARGUMENTS.pop(name)
+    try:
+        yield
+    finally:
+        ARGUMENTS[name] = whole
 
 
 def adam(params: Any, adam_w_mode: bool = True, **options: Any) -> torch.optim.Optimizer:

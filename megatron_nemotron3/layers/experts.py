@@ -107,15 +107,13 @@ class GroupedLinear(ReplaceableProducts, EmptyExtraState):
                 for weight in self.weights():
                     init_method(weight)
             return
-        # All ranks draw the full matrices of all experts and take their part: weights do not depend on the
-        # layout. Megatron's own experts would be alike on all expert-parallel ranks.
+        # All ranks draw the matrices of all experts: weights do not depend on the layout.
         first, unused = self.ep_group.rank() * self.num_gemms, torch.empty_like(self.weights()[0])
         for expert in range(self.ep_group.size() * self.num_gemms):
             own = getattr(self, f"weight{expert - first}", unused) if expert >= first else unused
             _initialize_affine_weight_cpu(
                 own,
-                shape[0],
-                shape[1],
+                *shape,
                 own.shape[self.split_axis],
                 self.split_axis,
                 init_method,

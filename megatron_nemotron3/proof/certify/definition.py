@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -92,11 +92,28 @@ _OPTIMIZER: dict[str, tuple[Any, ...]] = {"optimizer": ("adam",), "decoupled_wei
 
 
 def definition(bench: Bench) -> Iterator[Finding]:
-    """Yield how one process compares with the definition: logits, losses, gradients, choices, optimizer."""
+    """Yield how one process compares with the definition: logits, losses, gradients, choices, optimizer.
+
+    The same of one layer with as many experts as the launch has, of which a token chooses as many.
+    """
     where = "one process, by definition"
     if bench.proxy.case.boost is not None:
         yield untested("definition", "the loss of MTP heads alone is not part of the definition", where)
         return
+    yield from _defined(bench, where)
+    model, config = bench.proxy.model, bench.proxy.config
+    if model.moe_layers is None and (model.num_moe_experts or 0) > (config.num_moe_experts or 0):
+        whole = config.but(
+            pattern="E",
+            source=None,
+            num_moe_experts=model.num_moe_experts,
+            moe_router_topk=model.moe_router_topk,
+        )
+        proxy = replace(bench.proxy, config=whole, case=replace(bench.proxy.case, config=whole))
+        yield from _defined(replace(bench, proxy=proxy), f"{model.num_moe_experts} experts, by definition")
+
+
+def _defined(bench: Bench, where: str) -> Iterator[Finding]:
     batch = bench.proxy.case
     case = bench.case(
         None,

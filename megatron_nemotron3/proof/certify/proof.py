@@ -222,9 +222,9 @@ STAGES: tuple[Stage, ...] = (
         lambda bench: 25 + 2.5 * bench.proxy.sizes[0].layout.world_size,
     ),
     Stage(
-        "the script with random numbers",
-        _imported("drawing", "drawing"),
-        lambda bench: 10 if bench.proxy.drawing else 1,
+        "the script in its own precision",
+        _imported("own_precision", "own_precision"),
+        lambda bench: 10 + 1.5 * bench.proxy.sizes[0].layout.world_size,
     ),
     Stage("monitors", _imported("script_stage", "monitors"), lambda bench: 0.5),
     Stage("what needs a GPU", beyond, lambda bench: 0.1),

@@ -34,7 +34,7 @@ class ScriptResult:
 
     def state(self, step: int) -> dict[str, Tensors]:
         """What the optimizer keeps of each parameter after a step."""
-        known = (observer.GRADIENTS, observer.WEIGHTS)
+        known = (observer.GRADIENTS, observer.WEIGHTS, observer.MODEL)
         kinds = {kind for s, kind in self.seen if s == step and not kind.startswith(observer.BEFORE)}
         return {kind: self.seen[step, kind] for kind in kinds.difference(known)}
 

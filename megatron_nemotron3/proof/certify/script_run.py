@@ -9,7 +9,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from random import Random
 
@@ -120,7 +120,12 @@ def script_of(checkout: Path | None) -> Path:
 
 
 def run_script(
-    words: Sequence[str], case: TrainingCase, folder: Path, timeout: float, killed_in: Path | None = None
+    words: Sequence[str],
+    case: TrainingCase,
+    folder: Path,
+    timeout: float,
+    killed_in: Path | None = None,
+    draws_by_rank: bool = False,
 ) -> None:
     """Run a script on the ranks of a case's layout.
 
@@ -128,6 +133,7 @@ def run_script(
         words: options of the launcher, the script and its own.
         folder: for logs and observations.
         killed_in: in this folder the ranks are killed when the second checkpoint is about to be complete.
+        draws_by_rank: whether weights are drawn as on GPUs, and not alike in all layouts.
 
     Raises:
         RuntimeError: a rank failed; the message is the last line of its traceback, or of its log.
@@ -140,7 +146,9 @@ def run_script(
         "MASTER_PORT": str(free_port()),
         **({BOOST: case.boost} if case.boost is not None else {}),
     }
-    call = Call(_on_rank, (list(words), folder, case.fault, killed_in), environment=environment)
+    call = Call(
+        _on_rank, (list(words), folder, case.fault, killed_in, draws_by_rank), environment=environment
+    )
     ranks = case.layout.world_size
     try:
         run_ranks(call, ranks, timeout=timeout, preload=PRELOAD)
@@ -201,8 +209,10 @@ def _on_rank(
     folder: Path,
     fault: Callable[[], None] | None,
     killed_in: Path | None,
+    draws_by_rank: bool,
 ) -> None:
     from megatron_nemotron3.cpu.async_save import forked_results
+    from megatron_nemotron3.cpu.megatron import initialized_by_rank
     from megatron_nemotron3.proof.certify.observer import OptimizerObserver
     from megatron_nemotron3.run import main
 
@@ -221,7 +231,7 @@ def _on_rank(
     if killed_in is not None and rank == 0:
         _kill_all_in_the_second_save(killed_in, folder)
     try:
-        with forked_results():
+        with forked_results(), initialized_by_rank() if draws_by_rank else nullcontext():
             main(list(argv))
     except SystemExit as end:  # a script may leave by it
         if end.code:

@@ -60,6 +60,7 @@ _TUNING = "--sft"
 _BLENDS = {"--train-data-path", "--per-split-data-args-path", "--data-args-path"}
 #: The format of checkpoints of Megatron-FSDP, which the proxy does without.
 _OF_FSDP = "fsdp_dtensor"
+_FSDP = "--use-megatron-fsdp"
 _STOCK_ONLY = {"--hybrid-context-parallel"}
 #: Gradient norms are printed with three decimals.
 _NORM = 1e-3
@@ -149,12 +150,13 @@ class ScriptRuns:
         *options: str,
         watched: bool = False,
         killed_in: Path | None = None,
+        draws_by_rank: bool = False,
     ) -> ScriptResult:
         place, case = self.folder / name, self.bench.case(sizes)
         log = ("--tensorboard-dir", str(place / "tensorboard")) if watched else ()
         launcher = ("--device", "cpu", "--monitor", str(int(watched)))
         words = (*launcher, str(self.script), *case.argv(), *self.options, *log, *options)
-        run_script(words, case, place, self.bench.timeout, killed_in)
+        run_script(words, case, place, self.bench.timeout, killed_in, draws_by_rank)
         ranks = case.layout.world_size
         return ScriptResult(observer.read(place, ranks), curve_of(place, ranks))
 
@@ -208,6 +210,8 @@ def _script(scripts: ScriptRuns, seed: int) -> Iterator[Finding]:
 def reason_against(scripts: ScriptRuns) -> str | None:
     """Why the script of a launch cannot run here."""
     bench, given = scripts.bench, scripts.given
+    if _FSDP in given:
+        return f"{_FSDP}: its checkpoints are not read here; layouts are compared without the script"
     if bench.checkout is not None and _TUNING in given:
         return f"{_TUNING}: the stock script needs Hugging Face's datasets and Transformer Engine"
     if bench.checkout is None and (stock := _STOCK_ONLY.intersection(given)):

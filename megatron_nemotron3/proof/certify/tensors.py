@@ -83,15 +83,32 @@ def load(chunks: Sequence[Any], weights: Tensors) -> None:
 
 
 def pieces_of(chunks: Sequence[Any], parameters: Sequence[Tensor], values: Sequence[Tensor]) -> Pieces:
-    """`pieces` with values in place of parameters."""
-    before = [p.data for p in parameters]
+    """`pieces` with values, of any type, in place of parameters.
+
+    A parameter keeps its data: with data of another type it would lose the hooks on its gradient.
+    """
+    places = [
+        (module._parameters, name, p)
+        for chunk in chunks
+        for module in chunk.modules()
+        for name, p in module._parameters.items()
+        if p is not None
+    ]
+    others = {id(p): _in_place_of(p, value) for p, value in zip(parameters, values, strict=True)}
     try:
-        for p, value in zip(parameters, values, strict=True):
-            p.data = value
+        for held, name, p in places:
+            held[name] = others.get(id(p), p)
         return pieces(chunks)
     finally:
-        for p, data in zip(parameters, before, strict=True):
-            p.data = data
+        for held, name, p in places:
+            held[name] = p
+
+
+def _in_place_of(parameter: Tensor, value: Tensor) -> torch.nn.Parameter:
+    """A parameter with another value and all that Megatron notes on it."""
+    other = torch.nn.Parameter(value, requires_grad=False)
+    other.__dict__.update(parameter.__dict__)
+    return other
 
 
 def without_biases(found: Pieces) -> Pieces:

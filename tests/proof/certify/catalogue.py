@@ -14,6 +14,7 @@ from tests.proof.certify import definition_faults as everywhere
 from tests.proof.certify import expert_faults as experts
 from tests.proof.certify import gradient_faults as gradients
 from tests.proof.certify import launch_faults as launches
+from tests.proof.certify import precision_faults as precision
 from tests.proof.certify import sequence_faults as sequence
 
 OPTION = "--te-precision-config-file"
@@ -31,6 +32,7 @@ _MODEL = """--hidden-size 4096 --ffn-hidden-size 2688 --num-attention-heads 32 -
 --seq-length 8192 --micro-batch-size 1 --global-batch-size 3072 --weight-decay 0.1 --clip-grad 0.1
 --attention-dropout 0.0 --hidden-dropout 0.0"""
 _TOKEN = "--calculate-per-token-loss"
+_BF16 = f"--bf16 --moe-router-dtype fp32 {_TOKEN}"
 _OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 
 
@@ -79,6 +81,12 @@ LAUNCHES: dict[str, Launch] = {
     "DP4, 2 optimizers": Launch(f"{_OVERLAP} --num-distributed-optimizer-instances 2 {_TOKEN}", ranks=4),
     "Super, NVFP4": Launch(ranks=0, recipe="super-nvfp4"),
     "Super": Launch(ranks=0, recipe="super-pretrain", gpu="b200"),
+    "TP2, BF16": Launch(f"--tensor-model-parallel-size 2 --sequence-parallel {_BF16}"),
+    "TP2 EP2, BF16": Launch(
+        f"--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 "
+        f"--expert-tensor-parallel-size 1 {_BF16}"
+    ),
+    "DP2, BF16": Launch(f"{_OVERLAP} {_BF16}"),
     "DP2, recomputed": Launch(f"--recompute-granularity selective --recompute-modules moe {_TOKEN}"),
 }
 
@@ -118,6 +126,11 @@ def _defined(
 ) -> Fault:
     """Return a fault that every layout has: the definition finds it in one process."""
     return Fault(patch, launch, found_by, source, stage="definition", everywhere=True)
+
+
+def _own(patch: Callable[[], None], launch: str, *found_by: str) -> Fault:
+    """Return a fault of the launch's own precision or initialization."""
+    return Fault(patch, f"{launch}, BF16", found_by, stage="own precision")
 
 
 FAULTS: dict[str, Fault] = {
@@ -187,6 +200,7 @@ FAULTS: dict[str, Fault] = {
     "crowded expert drops a token": _defined(everywhere.crowded_expert_drops, ("logits",)),
     "expert bias weighs": _defined(everywhere.bias_weighs, ("logits",)),
     "expert bias ignored": _defined(everywhere.bias_does_not_choose, ("router choices",)),
+    "experts counted in a byte": _defined(everywhere.experts_counted_in_a_byte, ("router choices",)),
     "expert bias in the wrong direction": _defined(everywhere.bias_moves_the_wrong_way, _BIAS),
     "MTP weighs twice": _defined(everywhere.mtp_weighs_twice, _GRADIENTS, "Megatron-LM #1532"),
     "balance weighs twice": _defined(everywhere.balance_weighs_twice, _GRADIENTS),
@@ -203,6 +217,17 @@ FAULTS: dict[str, Fault] = {
     "convolution leaks": _defined(sequence.convolution_leaks, ("logits",), launch="CP2 packed"),
     "attention leaks": _defined(sequence.attention_leaks, ("logits",), launch="CP2 packed"),
     "MTP labels of the next document": _defined(everywhere.mtp_ignores_borders, _MTP, launch="CP2 packed"),
+    "one master not copied": _own(precision.one_master_not_copied, "DP2", "model and master weights"),
+    "masters truncated": _own(precision.masters_truncated, "TP2", "model and master weights"),
+    "tensor ranks seeded alike": _own(precision.tensor_ranks_seeded_alike, "TP2", "draws that differ"),
+    "expert ranks seeded alike": _own(precision.expert_ranks_seeded_alike, "TP2 EP2", "draws that differ"),
+    "routers drawn apart": _own(precision.routers_drawn_apart, "TP2", "copies on several ranks"),
+    "outputs not scaled": _own(precision.outputs_not_scaled, "DP2", "initialization"),
+    "narrow decays": _own(precision.narrow_decays, "TP2", "initialization"),
+    "expert biases in BF16": _own(precision.biases_in_bf16, "TP2", "dtype of expert biases"),
+    "routers in BF16": _own(precision.routers_in_bf16, "TP2", "dtype of routers"),
+    "gradients summed in BF16": _own(precision.gradients_summed_in_bf16, "DP2", "dtype of summed gradients"),
+    "experts step twice": _own(precision.experts_step_twice, "TP2 EP2", "steps of the optimizer"),
     "matcher not enabled": Fault(launches.enabled_dropped, "Super, NVFP4", _FORMATS, stage="formats"),
     "glob that matches nothing": Fault(
         launches.glob_matches_nothing, "Super, NVFP4", _FORMATS, stage="formats"

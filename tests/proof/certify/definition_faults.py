@@ -128,6 +128,21 @@ def bias_does_not_choose() -> None:
     wrap(ROUTER, "topk_routing_with_score_function", make)
 
 
+def experts_counted_in_a_byte() -> None:
+    """The number of an expert has 8 bits, so tokens of expert 256 go to expert 0."""
+
+    def fold(routed: Any) -> Any:
+        shares, chosen = routed
+        count = chosen.shape[-1]
+        if count <= 256:
+            return routed
+        places = torch.arange(count) % 256
+        folded = torch.zeros_like(shares).index_add(-1, places, shares)
+        return folded, torch.zeros_like(shares).index_add(-1, places, chosen.to(shares.dtype)).bool()
+
+    result(TopKRouter, "routing", fold)
+
+
 def bias_moves_the_wrong_way() -> None:
     """An expert with too many tokens gets more."""
 

@@ -114,10 +114,17 @@ def _healthy_save(flags: tuple[Flag, ...], ranks: int) -> tuple[Any, Any]:
     return _killed(Bench(proxy=_proxy(flags, ranks), flags=flags, folder=Path(folder.name)))
 
 
+def _own_precision(bench: Bench) -> Iterator[Finding]:
+    from megatron_nemotron3.proof.certify.own_precision import own_precision
+
+    yield from own_precision(bench)
+
+
 #: Stages of the proof, or parts of them, by the names that the catalogue has.
 STAGES: dict[str, Callable[[Any], Iterator[Finding]]] = {
     "layouts": proof.layouts,
     "definition": _definition,
+    "own precision": _own_precision,
     "saving": _saving,
     "resuming": _resuming,
     "export": _export,
