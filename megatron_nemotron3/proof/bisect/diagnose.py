@@ -24,10 +24,11 @@ from megatron_nemotron3.common.output import Bar
 from megatron_nemotron3.proof.bisect.causes import LAYERS, Cause, model_causes, stale_causes
 from megatron_nemotron3.proof.bisect.causes_experts import expert_causes
 from megatron_nemotron3.proof.bisect.causes_mixers import attention_causes, mamba_causes
-from megatron_nemotron3.proof.bisect.evidence import ROUNDED, Evidence, Trial, best
+from megatron_nemotron3.proof.bisect.evidence import ENOUGH, NOTHING, ROUNDED, Evidence, Trial, best
 from megatron_nemotron3.proof.bisect.findings import LIMIT, CauseExplanation, Diagnosis, Side
 from megatron_nemotron3.proof.bisect.hypotheses import Hypotheses, SequenceRun
-from megatron_nemotron3.proof.bisect.located import first_router, first_segment
+from megatron_nemotron3.proof.bisect.located import LayerSegment, first_router, first_segment
+from megatron_nemotron3.proof.bisect.quantities import QUANTITIES, factors, listed, neighbours
 from megatron_nemotron3.proof.bisect.recompute import Recomputation
 from megatron_nemotron3.proof.bisect.recording import Recording
 
@@ -46,7 +47,7 @@ class Investigation:
     Args:
         model: the checkpoint that both systems ran.
         previous: an older one, to find weights that were not updated.
-        causes: hypotheses; None: all.
+        causes: hypotheses; None: all, then the changes of every quantity of a layer (`quantities`).
         echo: called with lines about the progress.
     """
 
@@ -58,7 +59,7 @@ class Investigation:
         echo: Callable[[str], Any] = lambda line: None,
     ) -> None:
         self.model, self.previous, self.echo = model, previous, echo
-        self.causes = list(cause_table() if causes is None else causes)
+        self.causes, self.general = list(cause_table() if causes is None else causes), causes is None
         if previous is not None:
             self.causes += stale_causes(previous)
         self._hypotheses: Hypotheses | None = None
@@ -107,23 +108,42 @@ class Investigation:
             side.explanations = self._explained(side, hypotheses, recording, evidence)
             if side.explanations:
                 side.layer = min(side.explanations[0].layers, default=None)
+            elif evidence.closest[1]:
+                side.known = [evidence.nearest()]
             return side
         side.position, side.experts = segment.evidence.position(), segment.experts()
         self._say_first(side)
         causes = [*self.causes, *segment.causes(side.experts, self.previous)]
         found = best(segment.evidence.explained(segment.trials(causes)))
+        for more, trials in self._more(segment):
+            if found and found[0].after <= max(ENOUGH, NOTHING * found[0].before):
+                break
+            self.echo(f"{name}: trying {more}")
+            tried = list(trials)
+            causes += [cause for cause, *_ in tried]
+            found = best([*((one.after, one) for one in found), *segment.evidence.explained(tried)])
         by_name = {cause.name: cause for cause in causes}
+        whole = []
         for one in found:
-            cause = by_name[one.cause]
-            wide = _widest(one, cause, hypotheses, recording, evidence)
-            if not side.explanations:
-                rows = hypotheses.logprobs(cause, wide.layers)
-                side.rest = 0.0 if rows is None else evidence.rest(cause, _scored(recording, rows))
-            side.explanations.append(wide)
+            wide = _widest(one, by_name[one.cause], hypotheses, recording, evidence)
+            rows = hypotheses.logprobs(by_name[one.cause], wide.layers)
+            rest = 0.0 if rows is None else evidence.rest(by_name[one.cause], _scored(recording, rows))
+            whole.append((rest, wide))
+        # Of causes that explain the layer as well, first those that explain the end, too.
+        whole.sort(key=lambda pair: pair[0] > 0)
+        side.rest, side.explanations = whole[0][0] if whole else 0.0, [wide for _, wide in whole]
+        side.known = [] if found else segment.known()
         side.entering = segment.first == 0 and not (found and found[0].layers)
         if segment.stop - segment.first == 1 and not (found and side.entering):
             side.layer, side.exactly = segment.first, True
         return side
+
+    def _more(self, segment: LayerSegment) -> Iterator[tuple[str, Iterator[Trial]]]:
+        """What is tried where no cause of the list explains a layer, the simplest first."""
+        if self.general:
+            changes = [*listed(token=segment.first_token()), *neighbours()]
+            yield "changes of its quantities", segment.trials(changes)
+            yield "factors of its quantities", segment.factors()
 
     def _say_first(self, side: Side) -> None:
         """What is known before the search for the cause, which may take long."""
@@ -158,9 +178,28 @@ class Investigation:
                         yield cause, scope, _scored(recording, rows)
                     bar.add(1)
 
+        def fitted(alone: bool) -> Iterator[Trial]:
+            for one in QUANTITIES if self.general else ():
+                probe = one.cause("{}", lambda t, context: t)
+                for number, scope in enumerate(hypotheses.scopes(probe)):
+                    if (number > 0 and len(scope) == 1) != alone or min(scope, default=0) >= stop:
+                        continue
+
+                    def compute(cause: Cause, scope: tuple[int, ...] = scope) -> list[Tensor] | None:
+                        rows = hypotheses.logprobs(cause, scope)
+                        return None if rows is None else _scored(recording, rows)
+
+                    for cause in factors(one, "", 1, compute, evidence.found):
+                        if (rows := compute(cause)) is not None:
+                            yield cause, scope, rows
+
         for alone, where in ((False, "all layers"), (True, "each layer")):
-            self.echo(f"{side.name}: trying {len(self.causes)} causes in {where}")
-            found += evidence.explained(trials(list(places(alone))))
+            self.echo(f"{side.name}: trying factors of every quantity in {where}")
+            fits = evidence.explained(fitted(alone))
+            found += [(after, one) for after, one in fits if after <= max(ENOUGH, ROUNDED * before)]
+            if not any(after <= ROUNDED * before for after, _ in found):
+                self.echo(f"{side.name}: trying {len(self.causes)} causes in {where}")
+                found += evidence.explained(trials(list(places(alone))))
             if any(after <= ROUNDED * before for after, _ in found):
                 break
         return best(found)
@@ -225,6 +264,7 @@ def _widest(
 ) -> CauseExplanation:
     """Of the sets of layers that begin with those found, that which explains the log-probabilities best."""
     scopes = [s for s in hypotheses.scopes(cause) if s[:1] == found.layers[:1]]
+    scopes += [found.layers] if found.layers not in scopes else []
     if len(scopes) == 1:
         return replace(found, layers=scopes[0])
     rows = [(scope, hypotheses.logprobs(cause, scope)) for scope in scopes]

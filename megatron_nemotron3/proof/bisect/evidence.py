@@ -26,6 +26,8 @@ EXPLAINS = 0.5
 NOTHING = 1e-3
 #: Where this share is left or less, a cause that is in single layers need not be looked for.
 ROUNDED = 0.1
+#: What a cause leaves that needs no better one, in units of noise.
+ENOUGH = 1.5
 #: Of a cause that rounds, whatever noise is: two systems with it round some numbers differently, and how many
 #: depends on the order of sums, that is, on the CPU (the residual stream in BF16: 0.1 to 0.17).
 OTHERWISE_ROUNDED = 0.25
@@ -57,11 +59,18 @@ class Evidence:
         rounded = [_apart(one, plain) for one in draws]
         self._usual = [torch.stack(each).amax(0) for each in zip(*rounded, strict=True)]
         least = LEAST if found[0].dim() == 1 else 1e-7
+        #: The share of the differences that the best trial leaves, and its name.
+        self.closest = 1.0, ""
         self.noise = torch.stack([quantiles(torch.cat(one)) for one in rounded]).amax(0).clamp_min(least)
 
     @property
     def finite(self) -> bool:
         return all(bool(one.isfinite().all()) for one in self.found)
+
+    def nearest(self) -> str:
+        """Say which trial came nearest; it explains nothing."""
+        left, name = self.closest
+        return f"the nearest of the tried causes, {name}, leaves {left:.0%} of the difference"
 
     def differences(self, rows: Sequence[Tensor] | None = None) -> Tensor:
         """Of all recorded entries, one per token, from the checkpoint's or others."""
@@ -103,6 +112,8 @@ class Evidence:
         before, result = self.size(), []
         for cause, layers, rows in trials if self.finite else ():
             after = self.size(rows)
+            if after < self.closest[0] * before:
+                self.closest = after / before, cause.name
             if explains(cause, self.distance(rows), after, before):
                 result.append((after, CauseExplanation(cause.name, layers, before, after)))
         return result

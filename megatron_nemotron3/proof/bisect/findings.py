@@ -46,6 +46,7 @@ class Side:
         experts: the tokens that deviate in the first layer are those that selected one of these.
         rest: where the log-probabilities lie with the first explanation, if that leaves another fault.
         explanations: the best cause first, then those that explain it as well.
+        known: without one, what is known of the deviation.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Side:
     experts: tuple[int, ...] = ()
     rest: float = 0.0
     explanations: list[CauseExplanation] = field(default_factory=list)
+    known: list[str] = field(default_factory=list)
 
     @property
     def cause(self) -> str | None:
@@ -141,6 +143,7 @@ class Diagnosis:
             seen = side.exactly or side.mtp_only or side.none
             cure = "" if seen else "; record hidden states to find the layer"
             yield f"  unknown cause: none of the hypotheses explains it{cure}"
+            yield from (f"    {line}" for line in side.known)
 
     def _place(self, layer: int) -> str:
         if layer >= len(self.pattern):

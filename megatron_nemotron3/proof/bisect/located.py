@@ -14,16 +14,19 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.common.output import Bar
-from megatron_nemotron3.proof.bisect.causes import Cause
+from megatron_nemotron3.proof.bisect.causes import LAYERS, MODEL, Cause
 from megatron_nemotron3.proof.bisect.causes_experts import of_experts
 from megatron_nemotron3.proof.bisect.causes_mixers import of_window
 from megatron_nemotron3.proof.bisect.evidence import Evidence, Trial
 from megatron_nemotron3.proof.bisect.hypotheses import Hypotheses, Row, after, padded
+from megatron_nemotron3.proof.bisect.quantities import QUANTITIES, factors
 from megatron_nemotron3.proof.bisect.recompute import DRAWS, Noise, Recomputation, Steps, rounding
 from megatron_nemotron3.proof.bisect.recording import Recording
 
 #: A layer deviates where a quantile of its distances is this many times that of noise.
 LIMIT_OF_LAYER = 3.0
+#: A channel with this share of the largest squared difference or less does not deviate.
+_QUIET = 1e-3
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,51 @@ class LayerSegment:
         tokens = [int(one.nonzero()[0]) for one in self.evidence.outside() if one.any()]
         if self.kind == "*" and tokens and min(tokens):
             yield of_window(min(tokens))
+
+    def first_token(self) -> int:
+        """The first token that deviates, if it is the same one in all sequences; 0: it is not."""
+        firsts = {int(one.nonzero()[0]) for one in self.evidence.outside() if one.any()}
+        return firsts.pop() if len(firsts) == 1 else 0
+
+    def known(self) -> list[str]:
+        """What a deviation without a cause looks like: which tokens and channels, how large."""
+        evidence, outside = self.evidence, self.evidence.outside()
+        count, total = sum(int(one.sum()) for one in outside), sum(map(len, outside))
+        apart = torch.cat([a - b for a, b in zip(evidence.found, evidence.plain, strict=True)])
+        size = torch.cat(list(evidence.plain)).norm() / max(1, len(apart)) ** 0.5
+        usual = float(evidence.differences().median() / size.clamp_min(1e-30))
+        lines = [f"{count} of {total} tokens deviate; the median is {usual:.2g} of the size of the output"]
+        prompts = [self.recording.sequences[i].prompt for i in self.sequences]
+        if count and not any(bool(one[:p].any()) for one, p in zip(outside, prompts, strict=True)):
+            lines.append("all of them follow the prompt")
+        if apart.dim() == 2 and apart.isfinite().all():
+            channels = apart.square().sum(0)
+            wrong = (channels > _QUIET * channels.max()).nonzero().flatten()
+            if len(wrong) < len(channels) // 2:
+                lines.append(
+                    f"of {len(channels)} channels, only {len(wrong)} between {wrong[0]} and {wrong[-1]}"
+                )
+        return [*lines, *([evidence.nearest()] if evidence.closest[1] else [])]
+
+    def factors(self) -> Iterator[Trial]:
+        """The outputs with the factors of each quantity, and of its blocks, that explain best."""
+        pattern, config = self.hypotheses.model.config.pattern, self.hypotheses.model.config
+        for one in QUANTITIES:
+            layers = tuple(
+                n for n in range(self.first, min(self.stop, len(pattern))) if one.kind in (LAYERS, pattern[n])
+            )
+            if self.last != (one.kind == MODEL) or not (layers or self.last):
+                continue
+
+            def compute(cause: Cause, layers: tuple[int, ...] = layers) -> list[Tensor] | None:
+                return self.hypotheses.each(
+                    lambda i: self._with(cause, layers, self.sequences[i]), self.evidence.plain
+                )
+
+            for block, count in one.divisions(config):
+                for cause in factors(one, block, count, compute, self.evidence.found):
+                    if (rows := compute(cause)) is not None:
+                        yield cause, layers, rows
 
     def trials(self, causes: Sequence[Cause]) -> Iterator[Trial]:
         """The outputs with each cause in each layer of the segment where it may be."""
