@@ -101,7 +101,6 @@ def build(
     return model
 
 
-#: Keywords of `build_model` that are those of `build`.
 _BUILD_KEYWORDS = ("pg_collection", "pre_process", "post_process", "vp_stage", "seed")
 #: Without them the gradient is that of the caller's loss alone.
 _OWN_LOSS = ("--mtp-loss-scaling-factor", "0.0", "--moe-aux-loss-coeff", "0.0")
