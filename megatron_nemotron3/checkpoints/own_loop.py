@@ -30,6 +30,7 @@ _FORMAT = {
     "distrib_optim_fully_reshardable_mem_efficient": False,
 }
 _OPTIMIZER = "optimizer"
+_LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
 
 
 def save_checkpoint(folder: Path | str, model: Any, optimizer: Any, step: int) -> Path:
@@ -62,6 +63,7 @@ def save_checkpoint(folder: Path | str, model: Any, optimizer: Any, step: int) -
         state[_OPTIMIZER] = _of_torch(optimizer, state)
     dtype = str(chunks[0].config.params_dtype).removeprefix("torch.")
     args = args_of(config, padded_vocab_size=chunks[0].vocab_size, dtype=dtype)
+    vars(args).update({name: getattr(chunks[0].config, name) for name in _LAYOUT})
     state |= {**common_state(args), "iteration": step}
     first = torch.distributed.get_rank() == 0
     if first:

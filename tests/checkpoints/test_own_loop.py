@@ -10,6 +10,7 @@ import torch
 
 from megatron_nemotron3.checkpoints import load_checkpoint, resume_checkpoint, save_checkpoint
 from megatron_nemotron3.checkpoints.check import check
+from megatron_nemotron3.checkpoints.state import read_arguments
 from megatron_nemotron3.cpu.async_save import forked_results
 from megatron_nemotron3.models import get
 from megatron_nemotron3.proof.certify.ranks import run_distributed
@@ -116,6 +117,12 @@ def test_another_layout_resumes(tmp_path: Path) -> None:
     straight = run_distributed(moved, 1, str(tmp_path / "straight"), 3, {}, apart=True)
     run_distributed(moved, 2, str(tmp_path / "turns"), 1, {"tp": 2, "ep": 2})
     ranks = run_distributed(moved, 2, str(tmp_path / "turns"), 1, {"pp": 2})
+    arguments = read_arguments(tmp_path / "turns" / "iter_0000002")
+    assert [arguments[f"{name}_model_parallel_size"] for name in ("tensor", "pipeline", "expert")] == [
+        2,
+        1,
+        2,
+    ]
     for part in (0, 1):
         found, expected = (gather([rank[part] for rank in of]) for of in (ranks, straight))
         assert found.keys() == expected.keys()

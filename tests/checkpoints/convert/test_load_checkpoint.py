@@ -66,6 +66,5 @@ def test_ranks_hold_the_parts_of_one_process(
     assert [key for key, value in found.items() if not value.equal(expected[key])] == []
     engine = torch.tensor([row.logprobs for row in rows])
     for trainer in [alone, *(logprobs for _, logprobs in ranks if logprobs is not None)]:
-        torch.testing.assert_close(
-            trainer[:, len(PROMPTS[0]) - 1 :], engine, atol=1e-4, rtol=0
-        )  # as in tests/parity
+        # The tolerance of tests/parity.
+        torch.testing.assert_close(trainer[:, len(PROMPTS[0]) - 1 :], engine, atol=1e-4, rtol=0)
