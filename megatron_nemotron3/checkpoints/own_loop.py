@@ -17,7 +17,7 @@ import torch
 
 from megatron_nemotron3.checkpoints.convert.megatron_args import args_of, common_state
 from megatron_nemotron3.checkpoints.folders import checkpoint_path, latest_iteration, write_tracker
-from megatron_nemotron3.checkpoints.resume import remove_incomplete
+from megatron_nemotron3.checkpoints.resume import before_start, remove_incomplete
 from megatron_nemotron3.checkpoints.structure import CONFIG as METADATA
 from megatron_nemotron3.checkpoints.trust import require_trusted
 from megatron_nemotron3.common.spawned import without_main
@@ -87,11 +87,15 @@ def resume_checkpoint(folder: Path | str, model: Any, optimizer: Any) -> int:
     The layout may be another one. Arguments as of `save_checkpoint`.
 
     Raises:
-        ValueError: the checkpoint has no state of such an optimizer, has other weights, or would run code.
+        ValueError: the checkpoint has no state of such an optimizer, is damaged, or would run code.
     """
     from megatron.core import dist_checkpointing
 
     folder, chunks = Path(folder), _chunks(model)
+    # A save that was killed before its last file is complete, but not named.
+    for line in before_start(["--load", str(folder)], torch.distributed.get_rank()):
+        print(f"megatron_nemotron3: {line}")
+    torch.distributed.barrier()  # the first rank may have named another one
     step = latest_iteration(folder)
     if step is None:
         return 0
@@ -197,7 +201,7 @@ def _of_torch(optimizer: torch.optim.Optimizer, weights: dict[str, Any]) -> dict
         key, shape = shards[number].key, parameters[number].shape
         for name, value in kept.items():
             if not isinstance(value, torch.Tensor) or not value.dim():
-                mine.append(("numbers", key, name, value))
+                mine.append(("numbers", key, name, value.cpu() if isinstance(value, torch.Tensor) else value))
                 continue
             if value.shape != shape:
                 raise ValueError(f"the optimizer's {name} of {key} is {list(value.shape)}, not {list(shape)}")

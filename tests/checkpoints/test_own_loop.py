@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from megatron_nemotron3.checkpoints import load_checkpoint, resume_checkpoint, save_checkpoint
 from megatron_nemotron3.checkpoints.check import check
+from megatron_nemotron3.checkpoints.folders import TRACKER, write_tracker
 from megatron_nemotron3.checkpoints.state import read_arguments
 from megatron_nemotron3.cpu.async_save import forked_results
 from megatron_nemotron3.models import get
@@ -59,6 +61,9 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(tmp_path: Path) -> No
     assert losses(other, resumed, 2) == expected and len(set(expected)) == 2
     assert all(a.equal(b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
     save_checkpoint(tmp_path / "run", other, resumed, 3)
+    write_tracker(tmp_path / "run", 2)  # the next save was killed before it was named
+    os.utime(tmp_path / "run" / TRACKER, (0, 0))
+    assert resume_checkpoint(tmp_path / "run", other, resumed) == 3
     assert check(tmp_path / "run") == 0
     load_checkpoint(model, place)  # of any kind
 
