@@ -28,7 +28,7 @@ ROOMS = {
     "cpu": 1060,
     "precision": 4300,
     "layers": 4340,
-    "checkpoints": 11615,
+    "checkpoints": 11620,
     "launch": 10460,
     "boundary": 4340,
     "train": 10000,
