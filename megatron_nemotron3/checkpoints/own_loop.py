@@ -29,7 +29,6 @@ _FORMAT = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": False,
 }
-_OPTIMIZER = "optimizer"
 _LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
 
 
@@ -58,9 +57,11 @@ def save_checkpoint(folder: Path | str, model: Any, optimizer: Any, step: int) -
         raise ValueError("the model is not of build_model: use save_checkpoint of megatron.training")
     state = _weights(chunks)
     if hasattr(optimizer, "sharded_state_dict"):
-        state[_OPTIMIZER] = optimizer.sharded_state_dict(state, metadata=_metadata())
+        if len({parameter.dtype for chunk in chunks for parameter in chunk.parameters()}) > 1:
+            raise ValueError("Megatron's optimizers save parameters of one type: use a Float16Module")
+        state["optimizer"] = optimizer.sharded_state_dict(state, metadata=_metadata())
     else:
-        state[_OPTIMIZER] = _of_torch(optimizer, state)
+        state["optimizer"] = _of_torch(optimizer, state)
     dtype = str(chunks[0].config.params_dtype).removeprefix("torch.")
     args = args_of(config, padded_vocab_size=chunks[0].vocab_size, dtype=dtype)
     vars(args).update({name: getattr(chunks[0].config, name) for name in _LAYOUT})
@@ -102,23 +103,23 @@ def resume_checkpoint(folder: Path | str, model: Any, optimizer: Any) -> int:
     place = checkpoint_path(folder, step)
     require_trusted(place)
     with _without_notices():
-        stored = dist_checkpointing.load_common_state_dict(str(place)).get(_OPTIMIZER)
+        stored = dist_checkpointing.load_common_state_dict(str(place)).get("optimizer")
     megatrons = hasattr(optimizer, "sharded_state_dict")
     if not stored or megatrons == ("tensors" in stored):
         kind = "Megatron's" if megatrons else "a torch optimizer's"
         raise ValueError(f"{place}: it has no state of {kind}: load_checkpoint loads its weights alone")
     state, shards = _weights(chunks), {}
     if megatrons:
-        state[_OPTIMIZER] = optimizer.sharded_state_dict(state, is_loading=True, metadata=_metadata())
+        state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=True, metadata=_metadata())
     else:
         shards = _shards(optimizer, state)
-        state[_OPTIMIZER] = {"state": _places(optimizer, shards, stored["tensors"])}
+        state["optimizer"] = {"state": _places(optimizer, shards, stored["tensors"])}
         _require_alike(optimizer, shards, stored, place)
     with _without_notices():
         loaded = dist_checkpointing.load(state, str(place))
     for name, chunk in _named(chunks):
         chunk.load_state_dict(loaded[name])
-    found = loaded[_OPTIMIZER]
+    found = loaded["optimizer"]
     if not megatrons:
         groups = zip(stored["groups"], optimizer.state_dict()["param_groups"])
         found["param_groups"] = [{**kept, "params": own["params"]} for kept, own in groups]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,6 +80,9 @@ def test_what_cannot_be_saved_or_resumed_is_refused(tmp_path: Path) -> None:
         save_checkpoint(tmp_path, model, adam(build_model(CONFIG, **MODEL)), 1)
     with pytest.raises(ValueError, match="not of build_model"):
         save_checkpoint(tmp_path, torch.nn.Linear(2, 2), optimizer, 1)
+    mixed = build_model(CONFIG, **{**MODEL, "precision": "bf16"})
+    with pytest.raises(ValueError, match="parameters of one type: use a Float16Module"):
+        save_checkpoint(tmp_path, mixed, SimpleNamespace(sharded_state_dict=None), 1)
     first = next(iter(optimizer.state.values()))
     kept, first["exp_avg"] = first["exp_avg"], torch.zeros(7)
     with pytest.raises(ValueError, match=r"exp_avg of embedding\.\S+ is \[7\], not \[512, 128\]"):
