@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # this checkout, if t
 import megatron_nemotron3 as n3
 from megatron_nemotron3.checkpoints import load_checkpoint
 from megatron_nemotron3.inference.generate import Engine, find_checkpoint, load
-from megatron_nemotron3.proof.bisect import Recorder, Recording, sequence, write
+from megatron_nemotron3.proof.bisect import Recording, sequence, write
 
 TOKENS = 128
 
@@ -27,6 +27,8 @@ TOKENS = 128
 def trained(folder: Path, config: n3.Nemotron3Config, ids: torch.Tensor) -> None:
     """Record Megatron's model."""
     with n3.cpu_mode(), torch.no_grad():  # without cpu_mode on a GPU
+        from megatron_nemotron3.proof.bisect import Recorder  # it imports Megatron
+
         model = n3.build_model(config, precision="fp32", backend="torch").eval()
         load_checkpoint(model, folder)
         positions = torch.arange(ids.shape[1]).expand_as(ids)

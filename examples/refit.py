@@ -17,9 +17,6 @@ import torch.distributed as dist
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # this checkout, if the package is not installed
 
-from megatron.core import parallel_state
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
 import megatron_nemotron3 as n3
 from megatron_nemotron3.inference.generate import Decode, Engine
 from megatron_nemotron3.inference.refit import EngineLayout, Refit, Training, make_plan, training_tensors
@@ -67,6 +64,9 @@ def main() -> None:
         sys.exit("start it with: torchrun --nproc-per-node 2 examples/refit.py")
     config = n3.get("super-tiny")
     with n3.cpu_mode():  # leave out on GPUs
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
         dist.init_process_group("gloo")
         parallel_state.initialize_model_parallel()
         model_parallel_cuda_manual_seed(1234)

@@ -23,14 +23,14 @@ PACKAGE = ROOT / NAME
 
 #: Room -> lines that it may have, in the order of imports.
 ROOMS = {
-    "common": 2980,
+    "common": 2995,
     "models": 3390,
     "cpu": 1065,
     "precision": 4300,
     "layers": 4340,
-    "checkpoints": 11365,
+    "checkpoints": 11620,
     "launch": 10460,
-    "boundary": 4330,
+    "boundary": 4340,
     "train": 10000,
     "specs": 260,
     "inference": 5840,

@@ -18,14 +18,16 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from megatron.core.hyper_comm_grid import HyperCommGrid
-from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_nemotron3.boundary.layout import Layout
+
+if TYPE_CHECKING:  # a refit imports this file, and must not import Megatron before `cpu_mode`
+    from megatron.core.hyper_comm_grid import HyperCommGrid
+    from megatron.core.process_groups_config import ProcessGroupCollection
 
 
 class _Shared:
@@ -212,6 +214,8 @@ def grid(layout: Layout, ep: int = 1, etp: int = 1) -> HyperCommGrid:
 
     Every rank must call it, for all modules in the same order.
     """
+    from megatron.core.hyper_comm_grid import HyperCommGrid
+
     sizes = {name: layout.size_of(name) for name in (*dict(layout.dimensions), "tp", "cp", "pp", "dp")}
     names = list(sizes)
     made = HyperCommGrid(list(sizes.values()), names, rank_offset=layout.offset)
@@ -241,6 +245,8 @@ def grid(layout: Layout, ep: int = 1, etp: int = 1) -> HyperCommGrid:
 
 def groups(of: HyperCommGrid) -> ProcessGroupCollection:
     """Return this rank's groups of a grid, as Megatron's modules expect them."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
     dense = {"tp_cp": "tp cp", "dp_cp": "dp cp", "mp": "tp pp", "tp_dp_cp": "tp cp dp"}
     dense |= {"intra_dp_cp": "dp cp", "dp_cp_gtp_remat": "dp cp", "intra_dist_opt": "tp cp dp pp"}
     expert = {"tp_ep": "expt_tp ep", "tp_ep_pp": "expt_tp ep pp"}

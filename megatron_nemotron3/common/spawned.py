@@ -12,6 +12,8 @@ import os
 import runpy
 import sys
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from megatron_nemotron3.common.processes import as_spawned
@@ -40,6 +42,17 @@ def run_script(script: str) -> None:
         exec(code, vars(module))
     finally:
         sys.modules["__main__"] = before
+
+
+@contextmanager
+def without_main() -> Iterator[None]:
+    """Processes that are spawned inside the block import this module in place of the running script."""
+    main = sys.modules["__main__"]
+    before, main.__spec__ = main.__spec__, importlib.util.find_spec(__name__)
+    try:
+        yield
+    finally:
+        main.__spec__ = before
 
 
 def __getattr__(name: str) -> Any:

@@ -22,7 +22,11 @@ def is_active() -> bool:
 def quiet_on_cpu() -> None:
     """Drop the warnings of torch and Megatron about a missing GPU, TE or apex, which come at import."""
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    for message in ("Transformer Engine and Apex are not installed", "Could not determine rank"):
+    for message in (
+        "(Transformer Engine and Apex are|Apex is) not installed",
+        "Only transformer-engine.* supports MoE experts, but your version is 0.0.0",
+        "Could not determine rank",
+    ):
         warnings.filterwarnings("ignore", message=message)
 
 
@@ -60,6 +64,7 @@ def cpu_mode(announce: Callable[[str], None] = lambda message: None) -> Iterator
 
     from megatron_nemotron3.cpu import products
 
+    quiet_on_cpu()
     with ExitStack() as stack:
         # Imported first, so that Megatron binds the originals at import: its bindings outlive the block.
         import_megatron("megatron.core")

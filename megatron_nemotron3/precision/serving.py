@@ -78,11 +78,12 @@ RECIPES: dict[str, ServingRecipe] = {
 
 def recipe_of(config: Nemotron3Config, name: str) -> tuple[str, ServingRecipe]:
     """The full name and the recipe "nvfp4" or "fp8" of a model or its tiny form, or one by full name."""
-    full = name if name in RECIPES else f"{config.name.removesuffix('-tiny')}-{name}"
-    if full not in RECIPES:
+    own = f"{config.name.removesuffix('-tiny')}-"
+    if (full := name if name in RECIPES else own + name) not in RECIPES:
+        forms = ", ".join(known.removeprefix(own) for known in RECIPES if known.startswith(own)) or "none"
         raise ValueError(
-            f"no published recipe {name!r} of {config.name} is known: use the full name of one of "
-            + ", ".join(RECIPES)
+            f"no published recipe {name!r} of {config.name} is known: its own are {forms} (a refit packs "
+            f"fp8-blockwise, too), or use the full name of one of {', '.join(RECIPES)}"
         )
     return full, RECIPES[full]
 

@@ -62,8 +62,7 @@ def model_config(launch: Launch, *, whole_world: bool = True) -> Any:
     """
     from megatron.training import argument_utils
 
-    # The imported megatron-core need not be the installed one.
-    emitted = flags(replace(launch, megatron_core=__version__))
+    emitted = flags(replace(launch, megatron_core=__version__))  # the imported one need not be the installed
     precision_file.check(launch)
     args = megatron_args(to_argv(emitted), launch.layout.world_size, whole_world=whole_world)
     if args.padded_vocab_size is None and args.vocab_size is None:
@@ -97,13 +96,12 @@ def build(
     config = model_config(launch)
     _ensure_groups(launch.layout, seed)
     with emulation.emulating(launch.emulate or emulation.current()):
-        return built(config, pg_collection, pre_process, post_process, vp_stage)
+        model = built(config, pg_collection, pre_process, post_process, vp_stage)
+    model.nemotron3_config = launch.config  # for checkpoints.save_checkpoint
+    return model
 
 
-#: Keywords of `build_model` that are those of `build`.
 _BUILD_KEYWORDS = ("pg_collection", "pre_process", "post_process", "vp_stage", "seed")
-
-
 #: Without them the gradient is that of the caller's loss alone.
 _OWN_LOSS = ("--mtp-loss-scaling-factor", "0.0", "--moe-aux-loss-coeff", "0.0")
 
@@ -125,8 +123,7 @@ def build_model(
             True: the published recipe; text: a value of NEMOTRON3_EMULATE, such as "nvfp4,sr=0".
 
     Raises:
-        TypeError: an unknown keyword.
-        RuntimeError, ValueError: as `build` and `Launch.of`.
+        TypeError, RuntimeError, ValueError: an unknown keyword; and as `build` and `Launch.of`.
     """
     build_settings = {name: settings.pop(name) for name in _BUILD_KEYWORDS if name in settings}
     if not auxiliary_losses:

@@ -310,3 +310,17 @@ def test_a_checkpoint_of_a_plain_adam_goes_on_with_the_fused_one(tmp_path: Path)
     # After a start Megatron logs the mean since then.
     mean = {1: whole[1], 2: whole[2], 3: whole[3], 4: (whole[3] + whole[4]) / 2}
     assert first | resumed == pytest.approx(mean, abs=2e-6)
+
+
+@pytest.mark.full
+def test_what_tells_nothing_on_a_cpu_is_not_said(tmp_path: Path) -> None:
+    """Neither the imports of a refit nor a first model warn of a missing GPU, TE or apex."""
+    program = (
+        "import megatron_nemotron3 as n3\n"
+        "from megatron_nemotron3.inference.refit import EngineLayout, Refit, Training, make_plan\n"
+        "with n3.cpu_mode():\n"
+        "    n3.build_model('super-tiny', precision='fp32', backend='torch')\n"
+    )
+    words = [sys.executable, "-c", program]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "arning" not in done.stderr and "CUDA" not in done.stderr, done.stderr

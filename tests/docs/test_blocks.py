@@ -125,6 +125,20 @@ def test_block(block: Block, page_folder: Callable[[str], Path], programs: Path)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
+@pytest.mark.full
+def test_the_loop_of_ones_own_resumes(page_folder: Callable[[str], Path]) -> None:
+    """An interrupted run of the page's program prints what the others print, to the last digit."""
+    folder = page_folder("loop")
+    (block,) = (block for block in BLOCKS if "save as own_loop.py" in block.text)
+    lines = []
+    for parts in (["3"], ["1", "3"]):
+        shutil.rmtree(folder / "runs" / "rl", ignore_errors=True)
+        finished = [run_python(["-c", block.text, steps], folder) for steps in parts]
+        assert [done.returncode for done in finished] == [0] * len(parts), finished[-1].stderr[-2000:]
+        lines.append([line for done in finished for line in done.stdout.splitlines() if "loss" in line])
+    assert lines[0] == lines[1] and len(set(lines[0])) == 3
+
+
 def make_demo_hf(folder: Path) -> None:
     if not (folder / "demo-hf").exists():
         run_python(["-c", NEMOTRON3, *shlex.split(table.COMMANDS["convert to-hf"].example)[1:]], folder)

@@ -245,7 +245,7 @@ def _generate(folder: Path, options: GenerateOptions) -> int:
         print_json({**about, **_generation_as_json(result, stream.outputs, ids)})
     else:
         stream.print_rest()
-        print(_generation_summary(result))
+        print(_generation_summary(result), file=sys.stderr)
     return 0
 
 

@@ -11,7 +11,6 @@ from megatron_nemotron3.checkpoints.convert.quantized import read_scales
 from megatron_nemotron3.common.options import NEEDED, add_command, flag, json_flag, option
 from megatron_nemotron3.common.output import Bar, count, print_json
 from megatron_nemotron3.inference.refit.layouts import DTYPES, EngineLayout, Training
-from megatron_nemotron3.inference.refit.shares import ENGINES
 from megatron_nemotron3.models.command import ModelOptions, chosen_model
 
 _MIB = 1 << 20
@@ -37,7 +36,11 @@ class RefitOptions:
         default=NEEDED,
         spelling="--to",
     )
-    engine: str = _transfer("inference engine (default vllm)", default="vllm", choices=ENGINES)
+    engine: str = _transfer(
+        "inference engine: vllm, sglang, or hf for the loader of any other (default vllm)",
+        "ENGINE",
+        default="vllm",
+    )
     dtype: str = _transfer("weight dtype (default bfloat16)", default="bfloat16", choices=DTYPES)
     quantize: str | None = _transfer(
         "pack the weights for inference engines (engine hf): nvfp4, fp8, fp8-blockwise, or a recipe name",

@@ -132,7 +132,8 @@ class EngineLayout:
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
-            raise ValueError(f"unknown engine {self.engine!r}: use one of {', '.join(ENGINES)}")
+            cure = "use hf, whole tensors under Hugging Face's names, for the loader of another engine"
+            raise ValueError(f"engine {self.engine!r} is none of {', '.join(ENGINES)}: {cure}")
         if self.dtype not in DTYPES:
             raise ValueError(f"unknown dtype {self.dtype!r}: use one of {', '.join(DTYPES)}")
         if self.engine != "hf" and self.quantize:

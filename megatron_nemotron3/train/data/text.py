@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_nemotron3.common.files import open_outside
+from megatron_nemotron3.train.data.forms import FORMS
 
 #: Folders without text of their own. Folders and files that start with "." are skipped, too.
 _NEVER = frozenset({"__pycache__", "node_modules"})
@@ -195,7 +196,9 @@ def _records(file: Path) -> Iterator[bytes | None]:
             text = record.get("text") if isinstance(record, dict) else None
             if not isinstance(text, str):
                 held = f"keys {sorted(record)}" if isinstance(record, dict) else type(record).__name__
-                raise ValueError(f'{file}, line {number} has no string under "text" ({held}): rename the key')
+                talks = isinstance(record, dict) and any(form.fits(record) for form in FORMS.values())
+                cure = "give conversations by --conversations" if talks else "rename the key"
+                raise ValueError(f'{file}, line {number} has no string under "text" ({held}): {cure}')
             try:
                 yield text.encode("utf-8")
             except UnicodeEncodeError:  # a lone surrogate

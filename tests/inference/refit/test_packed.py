@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 
@@ -82,7 +83,14 @@ def test_what_no_format_holds_is_an_error_before_anything_moves(value: float) ->
     [
         (["--to", "tp=2", "--quantize", "nvfp4"], "use engine hf"),
         (["--to", "replicas=1", "--engine", "hf", "--quantize", "fp8"], "give --input-scales"),
-        (["--to", "replicas=1", "--engine", "hf", "--quantize", "int4"], "no published recipe 'int4'"),
+        (
+            ["--to", "replicas=1", "--engine", "hf", "--quantize", "int4"],
+            "are nvfp4, fp8 (a refit packs fp8-blockwise",
+        ),
+        (
+            ["--to", "tp=2", "--engine", "trtllm"],
+            "engine 'trtllm' is none of vllm, sglang, hf: use hf, whole",
+        ),
         (["--to", "replicas=1", "--engine", "hf", "--input-scales", "scales.json"], "give quantize"),
     ],
 )
@@ -92,6 +100,13 @@ def test_what_cannot_be_packed_is_said_in_a_line(words, said, capsys, tmp_path, 
     assert main(["plan", "refit", "super", "--tiny", "--from", "tp=2", *words]) == 2
     found = capsys.readouterr()
     assert said in found.err and not found.out
+
+
+def test_the_page_names_every_figure_of_json(capsys) -> None:
+    assert main(["plan", "refit", "super", "--tiny", "--from", "tp=2", "--to", "tp=1", "--json"]) == 0
+    page = (Path(__file__).parents[3] / "docs" / "bridge.md").read_text()
+    (sentence,) = (part for part in page.split("\n\n") if part.startswith("`--json` prints"))
+    assert [key for key in json.loads(capsys.readouterr().out) if f"`{key}`" not in sentence] == []
 
 
 def test_blocks_on_two_ranks_are_refused() -> None:

@@ -76,6 +76,10 @@ def test_jsonl(tmp_path, name):
     [
         (b"{", r"line 2 is not JSON"),
         (b'{"content": "x"}', r'line 2 has no string under "text" \(keys \[\'content\'\]\): rename the key'),
+        (
+            b'{"messages": [{"role": "user"}]}',
+            r"'messages'.*: give conversations by --conversations",
+        ),
         (b'{"text": 3}', r'line 2 has no string under "text"'),
         (b"[1]", r"\(list\)"),
     ],
