@@ -23,7 +23,7 @@ PACKAGE = ROOT / NAME
 
 #: Room -> lines that it may have, in the order of imports.
 ROOMS = {
-    "common": 2980,
+    "common": 3010,
     "models": 3390,
     "cpu": 1055,
     "precision": 4300,
