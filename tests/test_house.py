@@ -28,7 +28,7 @@ ROOMS = {
     "cpu": 1055,
     "precision": 4300,
     "layers": 4340,
-    "checkpoints": 11365,
+    "checkpoints": 11515,
     "launch": 10460,
     "boundary": 4330,
     "train": 10000,
