@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from megatron_nemotron3.checkpoints.convert.streams import BAND
 from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, CheckpointError, explained, read_json
 from megatron_nemotron3.checkpoints.read import MappedFile
 from megatron_nemotron3.checkpoints.remote import shown
-from megatron_nemotron3.common.output import BYTES, Bar, say, size_text
+from megatron_nemotron3.common.output import BYTES, Bar, count, say, size_text
 from megatron_nemotron3.common.processes import bulk_work, parallel_map
 
 #: Largest number of differences printed.
@@ -121,11 +122,43 @@ def verify_manifest(folder: Path, workers: int) -> int:
     """Compare the files of a folder with its manifest. Returns the exit status: 0 equal, 1 not."""
     if not (folder / MANIFEST).exists():
         raise ValueError(f"{folder}: it has no {MANIFEST}: give a second checkpoint to compare with")
+    files, problems = _compared_with_manifest(folder, workers)
+    for number, problem in enumerate(problems):
+        say(shown(problem) if number < _SHOWN else None, problems=[shown(problem)])
+    say(
+        f"{files - len(problems):,} of {files:,} files are as the manifest says",
+        manifest=shown(folder / MANIFEST),
+        equal=not problems,
+        files=files,
+        files_equal=files - len(problems),
+        problems=[],
+    )
+    return 1 if problems else 0
+
+
+def require_manifest(folder: Path, workers: int) -> str | None:
+    """Compare a local folder with its manifest, if it has one; return a line that says so.
+
+    Raises CheckpointError for a file that differs.
+    """
+    if not (folder / MANIFEST).exists() or shown(folder) != os.fspath(folder):  # a URL would be read twice
+        return None
+    files, problems = _compared_with_manifest(folder, workers)
+    if problems:
+        more = f" (and {count(len(problems) - 1, 'file')} more)" if problems[1:] else ""
+        raise CheckpointError(
+            f"{problems[0]}{more}: copy it again, or remove {MANIFEST} if you have changed the weights"
+        )
+    return f"manifest     {count(files, 'file')} as {MANIFEST} says"
+
+
+def _compared_with_manifest(folder: Path, workers: int) -> tuple[int, list[str]]:
+    """Return how many files the manifest of a folder lists, and a line for each that differs."""
     entries = read_json(folder / MANIFEST).get("files")
     if not isinstance(entries, dict):
         raise CheckpointError(f"{folder / MANIFEST}: it lists no files")
 
-    def work(name: str, count: Callable[[int], None]) -> str | None:
+    def work(name: str, read: Callable[[int], None]) -> str | None:
         entry, path = entries[name], folder / name
         if not isinstance(entry, dict) or Path(name).is_absolute() or ".." in Path(name).parts:
             return f"{folder / MANIFEST}: {name!r:.100} is not an entry of a file below the folder"
@@ -137,7 +170,7 @@ def verify_manifest(folder: Path, workers: int) -> int:
                     return f"{path}: {file.size:,} bytes, {entry.get('bytes')!r:.30} were written"
                 for block in file.blocks(0, file.size, BAND):
                     crc = zlib.crc32(block, crc)
-                    count(len(block))
+                    read(len(block))
         except CheckpointError as problem:
             return str(problem)
         if f"{crc:08x}" != entry.get("crc32"):
@@ -148,14 +181,4 @@ def verify_manifest(folder: Path, workers: int) -> int:
     with Bar("verify", BYTES, sum(size for size in sizes if type(size) is int)) as bar:
         results = parallel_map(work, sorted(entries), workers=workers, report=bar.to)
         problems = [found for found in results if found]
-    for number, problem in enumerate(problems):
-        say(shown(problem) if number < _SHOWN else None, problems=[shown(problem)])
-    say(
-        f"{len(entries) - len(problems):,} of {len(entries):,} files are as the manifest says",
-        manifest=shown(folder / MANIFEST),
-        equal=not problems,
-        files=len(entries),
-        files_equal=len(entries) - len(problems),
-        problems=[],
-    )
-    return 1 if problems else 0
+    return len(entries), problems

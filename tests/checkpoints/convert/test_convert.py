@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -207,6 +208,26 @@ def test_verify_with_the_manifest(small: Small, tmp_path: Path, capsys: pytest.C
     out = capsys.readouterr().out
     assert f"{path}: CRC32" in out and f"{path}: No such file" in out
     assert nemotron3("convert", "verify", small[0] / "hf") == 2
+
+
+def test_a_byte_that_differs_from_the_manifest_is_not_converted(
+    small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hf, back = tmp_path / "hf", tmp_path / "back"
+    assert nemotron3("convert", "to-hf", small[0] / "megatron", hf) == 0
+    assert nemotron3("convert", "from-hf", hf, tmp_path / "whole") == 0
+    assert "manifest     1 file as nemotron3_manifest.json says" in capsys.readouterr().out
+    with open(hf / "model.safetensors", "r+b") as file:
+        file.seek(-7, os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-7, os.SEEK_END)
+        file.write(bytes([byte ^ 1]))
+    assert nemotron3("convert", "from-hf", hf, back) == 2
+    error = capsys.readouterr().err
+    assert f"{hf}/model.safetensors: CRC32" in error and error.count("\n") == 1
+    assert sorted(os.listdir(tmp_path)) == ["hf", "whole"]
+    (hf / "nemotron3_manifest.json").unlink()  # the cure where the change is the user's
+    assert nemotron3("convert", "from-hf", hf, back) == 0
 
 
 def test_tensors_left_over(small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
