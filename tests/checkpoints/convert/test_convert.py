@@ -210,6 +210,34 @@ def test_verify_with_the_manifest(small: Small, tmp_path: Path, capsys: pytest.C
     assert nemotron3("convert", "verify", small[0] / "hf") == 2
 
 
+def test_values_of_one_expert_are_named(
+    small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Megatron keeps all experts of a layer in one tensor. A cast that overflows names what overflows."""
+    name = "backbone.layers.1.mixer.experts.7.up_proj.weight"
+    values = hf_values(small[1])
+    values[name][3, 4] = 1e30
+    write_hf(tmp_path / "hf", small[1], values=values)
+    words = ("convert", "from-hf", tmp_path / "hf", tmp_path / "out")
+    assert nemotron3(*words, "--dtype", "float16") == 2
+    error = capsys.readouterr().err
+    assert "hf: decoder.layers.1.mlp.experts.experts.linear_fc1.weight has values that are NaN" in error
+    values[name][3, 4] = float("inf")
+    shutil.rmtree(tmp_path / "hf")
+    write_hf(tmp_path / "hf", small[1], values=values)
+    assert nemotron3(*words, "--dtype", "float16") == 2
+    assert f"/hf/model.safetensors: {name} has values that are NaN" in capsys.readouterr().err
+
+
+def test_a_forgotten_tiny_is_named(small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("convert", "from-hf", small[0] / "hf", tmp_path / "out", "--model")
+    name = small[1].name.removesuffix("-tiny")
+    assert nemotron3(*words, name) == 2
+    error = capsys.readouterr().err
+    assert f"it is the size of its smaller variant: add --tiny to --model {name}\n" in error
+    assert nemotron3(*words, name, "--tiny", "--dry-run") == 0
+
+
 def test_a_byte_that_differs_from_the_manifest_is_not_converted(
     small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -260,7 +288,9 @@ def test_not_a_number(small: Small, tmp_path: Path, capsys: pytest.CaptureFixtur
     write_hf(tmp_path / "nan", small[1], values=values)
     words = ("convert", "from-hf", tmp_path / "nan", tmp_path / "out")
     assert nemotron3(*words) == 2
-    assert "has values that are NaN or infinite: --allow-nonfinite" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "has values that are NaN or infinite: --allow-nonfinite" in error
+    assert f"{tmp_path}/nan/model.safetensors: lm_head.weight has" in error
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
     assert nemotron3(*words, "--allow-nonfinite") == 0
     assert nemotron3("convert", "verify", tmp_path / "nan", tmp_path / "out") == 0
