@@ -31,7 +31,7 @@ ROOMS = {
     "checkpoints": 11515,
     "launch": 10460,
     "boundary": 4330,
-    "train": 10000,
+    "train": 10020,
     "specs": 260,
     "inference": 5840,
     "post_training": 5855,
