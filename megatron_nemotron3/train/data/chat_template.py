@@ -202,10 +202,8 @@ def _trimmed(value: Any, chars: str | None = None) -> str:
     """Jinja's filter `trim`; what `_CALL` has written at the ends of a text stays."""
     pieces = _WRITTEN.split(str(value))  # text, what was written, its first character, text, …
     del pieces[2::3]
-    for order, strip in (
-        (range(0, len(pieces), 2), str.lstrip),
-        (range(len(pieces) - 1, -1, -2), str.rstrip),
-    ):
+    texts = range(0, len(pieces), 2)
+    for order, strip in ((texts, str.lstrip), (reversed(texts), str.rstrip)):
         for at in order:
             pieces[at] = strip(pieces[at], chars)
             if pieces[at]:

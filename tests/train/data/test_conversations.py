@@ -21,6 +21,7 @@ from megatron_nemotron3.train.data.conversations import Conversation, Encoder, R
 from megatron_nemotron3.train.data.forms import LINE, Findings, read_rows
 from megatron_nemotron3.train.data.packing import PackedConversations, first_fit
 from megatron_nemotron3.train.inputs import mean, reading, variables_of
+from tests.post_training.xtoken.tokenizers_of import sentence_piece
 
 TURNS = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
@@ -193,6 +194,21 @@ def test_a_block_that_is_trimmed_has_the_mask_of_transformers(ends: str, tmp_pat
     changed = block.replace("all | " + ends, "all | trim | upper")
     with pytest.raises(ValueError, match="c: the chat template: it changes what it wrote .* filter trim"):
         Encoder(_with(tmp_path / "t", changed)).encode(Conversation(CHAT, None, "c", 0))
+
+
+def test_ids_of_sentence_piece_are_those_of_a_prompt_and_its_answer(tmp_path: Path) -> None:
+    """It writes a space before a text: once, at its begin, and before no answer."""
+    turns = "{% for m in messages %}[{{ m.role }}] {{ m.content }}.\n{% endfor %}"
+    turns += "{% if add_generation_prompt %}[assistant] {% endif %}"
+    encoder = Encoder(_with(sentence_piece(tmp_path / "t"), turns))
+    chat = [say("user", "There were 20 cats"), say("assistant", "of cats 201"), *CHAT[2:]]
+    encoded = encoder.encode(Conversation(chat, None, "c", 0))
+    prompt = encoder.prompt(Conversation(chat[:1], None, "c", 0))
+    begun = encoded.trained.index(True)
+    assert encoded.ids[:begun] == encoder.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    answers = [one for one, mine in zip(encoded.ids, encoded.trained) if mine]
+    assert encoder.tokenizer.decode(encoded.ids) == encoder.text(Conversation(chat, None, "c", 0))[0]
+    assert encoder.tokenizer.decode([encoded.ids[0], *answers]) == "of cats 201.\n3 pears.\n"
 
 
 def _with(folder: Path, template: str) -> Path:
