@@ -2,33 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-import sys
 from types import FrameType
-from typing import Any
 
+#: Status of an interrupt that is handled, whatever its signal.
 INTERRUPTED = 130
 #: Seconds that an interrupted import has to end; some packages swallow KeyboardInterrupt.
 PATIENCE = 1.0
 
-#: Seconds from an interrupt that Python discards to the next one.
-AGAIN = 0.01
-
-_interrupted = False
+#: Number of the signal that interrupted the command; 0: none.
+_interrupted = 0
 #: Whether the command has returned: an exception would not be caught any more.
 _ended = False
+#: The process of the command. Its children inherit the handlers until they set their own.
+_process = os.getpid()
+
+
+class _Interrupt(KeyboardInterrupt):
+    """The interpreter would end by SIGINT, without a status, if C code met KeyboardInterrupt itself."""
+
+
+def _say() -> None:
+    with contextlib.suppress(OSError):  # the terminal may be closed
+        os.write(2, b"interrupted\n")
 
 
 def _leave(signum: int, frame: FrameType | None) -> None:
-    os.write(2, b"interrupted\n")
-    os._exit(INTERRUPTED)
+    if os.getpid() == _process:
+        _say()
+    os._exit(128 + (_interrupted or signum))
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
     global _interrupted
-    _interrupted = True
-    if _ended:
+    if signum != signal.SIGALRM:  # one that comes again
+        _interrupted = _interrupted or signum
+    if _ended or os.getpid() != _process:
         _leave(signum, frame)
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
@@ -36,44 +47,40 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
             signal.setitimer(signal.ITIMER_REAL, PATIENCE)
             break
         frame = frame.f_back
-    raise KeyboardInterrupt
-
-
-def _discarded(problem: Any) -> None:
-    """Interrupt again: Python drops exceptions in destructors and weakref callbacks, a handler's, too."""
-    if problem.exc_type is KeyboardInterrupt:
-        signal.signal(signal.SIGALRM, _interrupt)
-        signal.setitimer(signal.ITIMER_REAL, AGAIN)
-    else:
-        sys.__unraisablehook__(problem)
+    raise _Interrupt
 
 
 def main() -> int:
-    """Run the command line in `sys.argv`; return its exit status."""
+    """Run the command line in `sys.argv`; return its status; 128 + N after signal N."""
     global _ended
-    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # as in the background of a shell script
-    if not ignored:
-        signal.signal(signal.SIGINT, _leave)
+    signals = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    # As SIGINT is in the background of a shell script, and SIGHUP after nohup.
+    signals = [signum for signum in signals if signal.getsignal(signum) is not signal.SIG_IGN]
+    for signum in signals:
+        signal.signal(signum, _leave)
+    from megatron_nemotron3.common.interrupts import repeated_if_lost
     from megatron_nemotron3.common.processes import exit_at_interrupt
 
     with exit_at_interrupt("nemotron3"):
         from megatron_nemotron3 import cli
 
-    if not ignored:
-        signal.signal(signal.SIGINT, _interrupt)
-    sys.unraisablehook = _discarded
+    for signum in signals:
+        signal.signal(signum, _interrupt)
     try:
-        return cli.main()
-    except BaseException:
+        with repeated_if_lost(_interrupt):
+            status = cli.main()
+        return 128 + _interrupted if _interrupted and status == INTERRUPTED else status
+    except BaseException as end:
         if not _interrupted:
             raise
-        print("interrupted", file=sys.stderr)  # whatever an import made of it
-        return INTERRUPTED
+        if not isinstance(end, SystemExit) or end.code != INTERRUPTED:  # it has been said
+            _say()  # whatever an import made of it
+        return 128 + _interrupted
     finally:
         _ended = True
         signal.setitimer(signal.ITIMER_REAL, 0)
-        if not ignored:
-            signal.signal(signal.SIGINT, _leave)
+        for signum in signals:
+            signal.signal(signum, _leave)
 
 
 if __name__ == "__main__":

@@ -23,22 +23,22 @@ PACKAGE = ROOT / NAME
 
 #: Room -> lines that it may have, in the order of imports.
 ROOMS = {
-    "common": 2995,
+    "common": 3020,
     "models": 3390,
-    "cpu": 1065,
+    "cpu": 1070,
     "precision": 4300,
     "layers": 4340,
-    "checkpoints": 11620,
+    "checkpoints": 11770,
     "launch": 10460,
     "boundary": 4340,
-    "train": 10000,
+    "train": 10020,
     "specs": 260,
     "inference": 5840,
     "post_training": 5855,
     "run": 360,
-    "proof": 8205,
+    "proof": 8695,
     "bridge": 340,
-    "cli": 1280,
+    "cli": 1295,
 }
 #: A room may be this much smaller than its budget before the budget must fall, as a share.
 SLACK = 0.03

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,14 @@ def push(folder: Path, repository: str) -> str:
     """Upload a complete folder; return the address. The folder stays, whatever the Hub answers."""
     from huggingface_hub import HfApi, constants
 
-    api = HfApi()
+    api, cure = HfApi(), f"{folder} is complete: hf upload {repository} {folder}"
     try:
         full = api.create_repo(repository, private=True, exist_ok=True).repo_id
         api.upload_folder(repo_id=full, folder_path=folder, commit_message="Upload by nemotron3")
+    except KeyboardInterrupt:
+        print(f"not pushed   {cure}", file=sys.stderr)
+        raise
     except Exception as problem:
-        cure = f"{folder} is complete: hf upload {repository} {folder}"
         raise ValueError(f"--push-to-hub {repository}: {_line(problem)}; {cure}") from None
     return f"{constants.ENDPOINT}/{full}"
 

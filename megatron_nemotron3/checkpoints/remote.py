@@ -84,12 +84,12 @@ def local(
 ) -> Iterator[Path]:
     """Yield a local folder to read `where` through: a path, a URL, or the id of a Hugging Face repository.
 
-    An id is downloaded, or else read as a URL.
+    An id that is not in Hugging Face's cache is downloaded, or else read as a URL.
     """
     if isinstance(where, Path) or not _URL.match(where):
         path = Path(where)
         is_id = _ID.fullmatch(os.fspath(where)) and not os.path.lexists(path) and not path.parent.exists()
-        if is_id and not download:
+        if is_id and not download and _cached(os.fspath(where)) is None:
             with local(f"hf://{where}") as folder:
                 yield folder
             return
@@ -237,6 +237,16 @@ def _changed(entry: dict[str, Any]) -> int:
     return 0
 
 
+def _cached(name: str) -> Path | None:
+    """Return the whole folder of a repository in Hugging Face's cache."""
+    with contextlib.suppress(Exception):
+        from huggingface_hub import snapshot_download
+
+        if _is_whole(found := Path(snapshot_download(name, local_files_only=True))):
+            return found
+    return None
+
+
 def _snapshot(name: str) -> Path:
     """Return the folder of a repository in Hugging Face's cache; download it if it is not there."""
     try:
@@ -245,10 +255,8 @@ def _snapshot(name: str) -> Path:
         raise ValueError(
             f"{name}: it does not exist here; as a Hugging Face id it needs the package huggingface_hub"
         ) from None
-    with contextlib.suppress(Exception):
-        found = Path(snapshot_download(name, local_files_only=True))
-        if _is_whole(found):
-            return found
+    if (cached := _cached(name)) is not None:
+        return cached
     print(f"{name}: not in Hugging Face's cache; downloading it (hf://{name} only reads)", file=sys.stderr)
     patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.py", "LICENSE*", "NOTICE*"]
     try:

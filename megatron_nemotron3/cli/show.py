@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,24 +31,38 @@ def show_command(options: ShowOptions) -> int:
     """Print a model's numbers. Exit status 0."""
     from megatron_nemotron3.models.show import describe, describe_omni, render, render_omni
 
-    found = _found(options.which)
-    if isinstance(found, OmniConfig):
-        print_json(describe_omni(found)) if options.json else print(render_omni(found))
-    else:
-        print_json(describe(found)) if options.json else print(render(found))
+    found, stored = _found(options.which)
+    if options.json:
+        facts = describe_omni(found) if isinstance(found, OmniConfig) else describe(found)
+        print_json(facts | {"stored_bytes": stored} if stored else facts)
+        return 0
+    print(render_omni(found) if isinstance(found, OmniConfig) else render(found))
+    for dtype, size in stored.items():
+        print(f"{'stored':<11}{size:,} bytes of {dtype}")
     return 0
 
 
-def _found(which: ModelOptions) -> Nemotron3Config | OmniConfig:
+def _found(which: ModelOptions) -> tuple[Nemotron3Config | OmniConfig, dict[str, int]]:
+    """The model, and of a checkpoint the bytes of each type that it has."""
     name = which.name
     try:
-        return chosen_omni(which) or chosen_model(which)
+        return chosen_omni(which) or chosen_model(which), {}
     except ValueError:
-        if name is None or which.model is not None or not Path(name).is_dir():
+        if name is None or which.model is not None or Path(name).is_file():
             raise
+        if "/" not in name and not Path(name).is_dir():
+            raise
+    from megatron_nemotron3.checkpoints.convert.hf_folder import open_hf
+    from megatron_nemotron3.checkpoints.remote import local, place
     from megatron_nemotron3.inference.generate.checkpoint_folder import find_checkpoint
 
     if which.tiny:
         raise ValueError(f"--tiny does not go with the folder {name}: drop it")
-    opened = find_checkpoint(Path(name)).open(None)
-    return opened.omni or opened.config
+    with local(place(name), download=False) as folder:
+        found = find_checkpoint(folder)
+        opened, stored = found.open(None), Counter[str]()
+        # Packed weights are opened as BF16.
+        source = open_hf(found.checkpoint) if opened.kind == "hugging face" else opened.weights
+        for tensor in source.tensors.values():
+            stored[tensor.dtype] += tensor.nbytes
+        return opened.omni or opened.config, dict(stored.most_common())

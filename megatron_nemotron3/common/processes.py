@@ -23,13 +23,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from megatron_nemotron3.common.interrupts import GROUP_SIGNALS, handling, repeated_if_lost
 from megatron_nemotron3.common.switches import CONTROL, PARENT
 
 if TYPE_CHECKING:
     import psutil
 
-#: What a terminal, a batch system or torchrun sends to a whole process group.
-GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: Seconds between two looks at the parent, and between two reports of a pool.
 INTERVAL = 1.0
 #: Exit status of a process that ends because its parent has ended.
@@ -134,24 +133,18 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 @contextlib.contextmanager
 def exit_at_interrupt(name: str) -> Iterator[None]:
-    """Inside the block SIGINT prints one line and ends the process with status 130: for slow imports."""
+    """Inside the block handled `GROUP_SIGNALS` print a line and end with 128 + number: for slow imports."""
 
     def leave(signum: int, frame: FrameType | None) -> None:
         # Not by an exception: a module that is being imported may catch it, or raise another.
         with contextlib.suppress(OSError):
             os.write(2, f"\n{name}: interrupted\n".encode())
-        os._exit(130)
+        os._exit(128 + signum)
 
-    ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-    if threading.current_thread() is not threading.main_thread() or ignored:
+    # A rank leaves SIGTERM to Megatron, which handles it after its imports.
+    handled = [signum for signum in GROUP_SIGNALS if callable(signal.getsignal(signum))]
+    with handling(handled, leave), no_garbage_collection():
         yield
-        return
-    before = signal.signal(signal.SIGINT, leave)
-    try:
-        with no_garbage_collection():
-            yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager
@@ -339,41 +332,21 @@ def _control_watch(control: int | None, save: bool) -> Callable[[], None]:
 @contextlib.contextmanager
 def _own_signals(controlled: bool) -> Iterator[None]:
     """Handle a rank's SIGINT and SIGHUP inside the block: the first saves, the second interrupts."""
-    interrupted = False
+    interrupted, before = False, signal.getsignal(signal.SIGTERM)
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
         nonlocal interrupted
         saves = signal.getsignal(signal.SIGTERM)
-        if interrupted or not callable(saves):
+        if interrupted or saves == before or not callable(saves):
             raise KeyboardInterrupt
         interrupted = True
         with contextlib.suppress(OSError):
             os.write(2, b"\ninterrupted: finishing the step, then saving; interrupt again to stop at once\n")
         saves(signal.SIGTERM, frame)
 
-    with handling((signal.SIGINT, signal.SIGHUP), signal.SIG_IGN if controlled else interrupt):
+    handler = signal.SIG_IGN if controlled else interrupt
+    with repeated_if_lost(interrupt), handling((signal.SIGINT, signal.SIGHUP), handler):
         yield
-
-
-@contextlib.contextmanager
-def handling(signals: Sequence[signal.Signals], handler: Any) -> Iterator[None]:
-    """Handle signals by `handler` inside the block; without effect outside the main thread.
-
-    Ignored signals stay ignored: nohup ignores SIGHUP.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {
-        signum: signal.signal(signum, handler)
-        for signum in signals
-        if signal.getsignal(signum) != signal.SIG_IGN
-    }
-    try:
-        yield
-    finally:
-        for signum, earlier in before.items():
-            signal.signal(signum, earlier)
 
 
 def _begin_family() -> None:

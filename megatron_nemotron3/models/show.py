@@ -229,7 +229,7 @@ def render(config: Nemotron3Config) -> str:
     if checkpoint["expert_bias"]:
         lines.append(_labeled_number("expert bias (FP32, not trained)", checkpoint["expert_bias"]))
     lines.append(_labeled_number("checkpoint tensors", checkpoint["tensors"]))
-    lines.append(_labeled_number("checkpoint bytes", checkpoint["bytes_bf16"]))
+    lines.append(_labeled_number("checkpoint bytes in BF16", checkpoint["bytes_bf16"]))
     lines += ["", "active parameters per token, without MTP"]
     for name, value in facts["active_parameters"].items():
         lines.append(_labeled_number(name.replace("_", " "), value))

@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -14,8 +15,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from megatron_nemotron3.common.interrupts import GROUP_SIGNALS, handling
 from megatron_nemotron3.common.output import count
-from megatron_nemotron3.common.processes import GROUP_SIGNALS, NARROW, THREADS, descendants, handling
+from megatron_nemotron3.common.processes import NARROW, THREADS, descendants
 from megatron_nemotron3.common.switches import CONTROL
 from megatron_nemotron3.launch import Launch
 from megatron_nemotron3.launch.plan.activation_forms import RankShare
@@ -105,11 +107,7 @@ def environment(world_size: int, device: str, hidden_size: int | None = None) ->
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
     """Inside the block SIGTERM and SIGHUP raise KeyboardInterrupt, as SIGINT does."""
-
-    def interrupt(signum: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    with handling(GROUP_SIGNALS, interrupt):
+    with handling(GROUP_SIGNALS, signal.default_int_handler):
         yield
 
 

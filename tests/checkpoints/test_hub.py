@@ -18,7 +18,10 @@ import pytest
 pytest.importorskip("huggingface_hub")
 from huggingface_hub import constants
 
+from megatron_nemotron3 import cli
 from megatron_nemotron3.checkpoints import hub
+from megatron_nemotron3.models import get, tiny
+from tests.support.hf_folders import write_hf
 
 ROOT = Path(__file__).parents[2]
 
@@ -100,6 +103,27 @@ def test_a_folder_is_pushed_to_a_private_repository(server: type[Hub], tmp_path:
     (created,) = server.created  # older versions of the package say it by another key
     assert created["name"] == "tuned" and (created.get("visibility") == "private" or created["private"])
     assert server.files == {"config.json": b"{}"}
+
+
+def test_an_interrupted_push_names_the_folder_and_the_command(
+    server: type[Hub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The conversion is done: it is not repeated for the upload."""
+    folder = tmp_path / "hf"
+    write_hf(tmp_path / "source", tiny(get("nano")))
+    assert cli.main(["convert", "from-hf", str(tmp_path / "source"), str(tmp_path / "m")]) == 0
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    from huggingface_hub import HfApi
+
+    monkeypatch.setattr(HfApi(), "upload_folder", interrupted)
+    words = ["convert", "to-hf", str(tmp_path / "m"), str(folder), "--push-to-hub", "me/tuned"]
+    assert cli.main(words) == 130
+    said = capsys.readouterr().err
+    assert said == f"not pushed   {folder} is complete: hf upload me/tuned {folder}\ninterrupted\n"
+    assert cli.main(["convert", "verify", str(folder)]) == 0 and not server.files
 
 
 def test_what_cannot_be_pushed_is_said_before_the_work(

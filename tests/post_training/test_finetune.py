@@ -13,6 +13,7 @@ import shutil
 import signal
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -167,6 +168,62 @@ def test_the_steps_and_a_start_after_an_interrupt(
     assert "warning: 40 of 40 held-out rows are also trained on" in said.out
     assert cli.main([*words, "--format", "messages"]) == 2
     assert "holds a fine-tuning with another reading" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("moment", [0, 1, 2])
+def test_an_end_between_the_renames_of_the_results(
+    moment: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """A finished fine-tuning is given more steps; the same command goes on, whichever is renamed."""
+    words, tuned = inputs(tmp_path), tmp_path / "tuned"
+    checked = given.check(options_of(words), None, tmp_path / "hf", "cpu")
+    given.prepare(checked, tuned)
+    (tuned / "hf").mkdir()
+    (tuned / "hf/config.json").write_text("{}")
+    (tuned / "after.json").write_text("{}")
+    more = replace(checked, record={**checked.record, "steps": 5})
+    done: list[object] = []
+
+    def interrupted(before: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*words: Any) -> Any:
+            if len(done) == moment:
+                raise KeyboardInterrupt
+            done.append(words)
+            return before(*words)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", interrupted(Path.rename))
+        patch.setattr(given, "write_json", interrupted(given.write_json))
+        with pytest.raises(KeyboardInterrupt):
+            given.prepare(more, tuned)
+    assert len(done) == moment
+    if moment:  # the command of before makes its results again: none of them is written over
+        given.prepare(checked, tuned)
+        (tuned / "hf").mkdir()
+        with pytest.raises(ValueError, match=r"hf-2: it is in the way of .*/hf: remove one of them"):
+            given.prepare(more, tuned)
+        (tuned / "hf").rmdir()
+    for _ in range(2):
+        given.prepare(more, tuned)
+        assert (tuned / "hf-2/config.json").exists() and (tuned / "after-2.json").exists()
+        assert not (tuned / "hf").exists() and not (tuned / "after.json").exists()
+
+
+def test_files_in_another_order_are_another_training(tmp_path: Path) -> None:
+    """Their rows would be packed and shuffled otherwise from the first step on."""
+    words, tuned = inputs(tmp_path), tmp_path / "tuned"
+    files = [str(tmp_path / "chats.jsonl"), str(tmp_path / "more.jsonl")]
+    write_lines(tmp_path / "more.jsonl", [{"messages": [say("user", "a?"), say("assistant", "b")]}] * 9)
+    at = words.index("--conversations") + 1
+    one, other = (
+        given.check(options_of([*words[:at], *order, *words[at + 1 :]]), None, tmp_path / "hf", "cpu")
+        for order in (files, files[::-1])
+    )
+    given.prepare(one, tuned)
+    with pytest.raises(ValueError, match="holds a fine-tuning with another conversations"):
+        given.prepare(other, tuned)
 
 
 @pytest.mark.parametrize("end", ["killed", "interrupted"])

@@ -22,6 +22,7 @@ from megatron_nemotron3.checkpoints.convert.hf_folder import (
     other_files,
     read_config,
     table_names,
+    without_prefix,
 )
 from megatron_nemotron3.checkpoints.convert.keys import (
     ADAPTER,
@@ -38,7 +39,7 @@ from megatron_nemotron3.checkpoints.convert.omni_inventory import ENCODERS, LANG
 from megatron_nemotron3.checkpoints.convert.opened import EMBEDDING, Checkpoint
 from megatron_nemotron3.checkpoints.convert.origin import find_origin, tokenizer_folders, with_context
 from megatron_nemotron3.checkpoints.convert.quantized_views import Dequantized
-from megatron_nemotron3.checkpoints.convert.sources import FileSource, TensorSource
+from megatron_nemotron3.checkpoints.convert.sources import FileSource
 from megatron_nemotron3.checkpoints.convert.torch_dist import open_torch_dist, reorder_mamba
 from megatron_nemotron3.checkpoints.convert.views import Selected
 from megatron_nemotron3.checkpoints.folders import CHECKPOINTS, locate, locate_one
@@ -190,7 +191,7 @@ def open_hugging_face(folder: Path, **options: Any) -> Checkpoint:
     model = settings.model
     if locate(folder).kind != "hugging face":
         raise ValueError(f"{folder}: it is a Megatron checkpoint, not a Hugging Face folder")
-    source: TensorSource = open_hf(folder)
+    files = open_hf(folder)
     data = read_config(folder, omni=settings.omni)
     if is_omni(data):
         if settings.dequantize:
@@ -199,12 +200,12 @@ def open_hugging_face(folder: Path, **options: Any) -> Checkpoint:
             )
         if settings.mtp_from is not None:
             raise ValueError("--mtp-from: it is for language models, and this one has encoders")
-        unused = [name for name in source.tensors if _matches_any(name, settings.allow_unused)]
-        opened = omni_checkpoint.open_omni(folder, source, data, model, unused)
-        return dataclasses.replace(opened, unmatched=_unmatched(source.tensors, settings.allow_unused))
+        unused = [name for name in files.tensors if _matches_any(name, settings.allow_unused)]
+        opened = omni_checkpoint.open_omni(folder, files, data, model, unused)
+        return dataclasses.replace(opened, unmatched=_unmatched(files.tensors, settings.allow_unused))
     if isinstance(model, OmniConfig):
         raise ValueError(f"{folder}: it is a language model, and --model {model.name} has encoders")
-    left_out: Counter[str] = Counter()
+    source, left_out = without_prefix(files), Counter[str]()
     if QUANTIZATION in data:
         packed = Dequantized(source)
         packed.check(data[QUANTIZATION])
@@ -216,7 +217,7 @@ def open_hugging_face(folder: Path, **options: Any) -> Checkpoint:
     elif settings.dequantize:
         raise ValueError(
             f"{folder}: --dequantize: its weights are not quantized: config.json has no {QUANTIZATION}, and "
-            f"there is no {HF_QUANT_CONFIG}"
+            f"there is no {HF_QUANT_CONFIG}: copy one from where they were quantized, or drop --dequantize"
         )
     used = [name for name in source.tensors if not _matches_any(name, settings.allow_unused)]
     left_out["unused"] = len(source.tensors) - len(used)

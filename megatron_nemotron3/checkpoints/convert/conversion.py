@@ -49,6 +49,7 @@ from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.checkpoints.convert.special_tokens import token_line
 from megatron_nemotron3.checkpoints.convert.streams import FilePlan
 from megatron_nemotron3.checkpoints.convert.upload import check_url, upload
+from megatron_nemotron3.checkpoints.convert.verify import require_manifest
 from megatron_nemotron3.checkpoints.convert.views import Cast, Converted, Joined
 from megatron_nemotron3.checkpoints.folders import free_bytes, locate
 from megatron_nemotron3.checkpoints.hub import push, require_hub
@@ -208,6 +209,7 @@ def convert_from_hf(source: Path, target: Path, options: FromHfOptions) -> int:
         _job(opened, target, view, (folder.files, kept | folder.small), options), index=folder.index
     )
     notes = lines + _note_lines(opened, base, opened.stated or {})
+    notes += filter(None, [None if options.dry_run else require_manifest(source, options.workers)])
     if not _run_job(opened, target, job, options, notes) or options.check_logits is None:
         return 0
     made = open_megatron(target, model=opened.omni or opened.config, omni=True)

@@ -29,6 +29,7 @@ from megatron_nemotron3.checkpoints.convert.sources import (
     FileSource,
     Location,
     SourceTensor,
+    TensorSource,
     row_major,
 )
 from megatron_nemotron3.checkpoints.folders import HF_CONFIG as CONFIG
@@ -50,6 +51,8 @@ HF_QUANT_CONFIG = "hf_quant_config.json"
 #: What follows the root of the decoder's tensors, in all spellings -> in the table.
 _ROOTS = {"layers": "layers", "norm_f": "norm_f", "embeddings": "embeddings", "embedding": "embeddings"}
 _ROOTED = re.compile(rf"^(?:backbone|model)\.({'|'.join(_ROOTS)})\.")
+#: The same after the names of modules around the model.
+_WRAPPED = re.compile(rf"^((?:\w+\.)+?)(?:backbone|model)\.(?:{'|'.join(_ROOTS)})\.")
 _MULTIMODAL = "model of text and other inputs, of which only the language model is of this family"
 #: What to do where only a language model will do.
 TAKEN_OUT = "not supported here (`nemotron3 convert … --only language` takes the language model out)"
@@ -165,6 +168,15 @@ def other_files(folder: Path, files: Iterable[str]) -> dict[str, int]:
                     name.startswith("mtp.") for name in open_files(folder, [path.name]).tensors
                 )
     return found
+
+
+def without_prefix(source: FileSource) -> TensorSource:
+    """Take off what a wrapper of the model, as of peft or torch.compile, has put before all names."""
+    found = next(filter(None, map(_WRAPPED.match, source.tensors)), None)
+    if found is None or not all(name.startswith(found[1]) for name in source.tensors):
+        return source
+    tensors = {name.removeprefix(found[1]): tensor for name, tensor in source.tensors.items()}
+    return FileSource(source.folder, tensors, source.files, source.opened)
 
 
 def table_names(folder: Path, names: Iterable[str], root: str) -> dict[str, str]:

@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_nemotron3.checkpoints.convert import transforms
+from megatron_nemotron3.checkpoints.convert.config_keys import MTP_BLOCKS, MTP_LAYERS, QUANTIZATION
 from megatron_nemotron3.checkpoints.convert.keys import NameLookup, plain_name
 from megatron_nemotron3.checkpoints.convert.plan import CopyPlan, Shape
+from megatron_nemotron3.checkpoints.folders import HF_CONFIG as CONFIG
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.parameters import Prefix, prefixes
 from megatron_nemotron3.models.tensors import DIALECTS, TORCH_DIST, Row, Spelling, rows_of, symbol_sizes
@@ -140,13 +142,28 @@ def check_hf(config: Nemotron3Config, shapes: Mapping[str, Shape], mtp_file: str
     """
     expected = {tensor.name: tensor.shape for tensor in hf_tensors(config)}
     missing = [name for name in expected if name not in shapes]
-    check_shapes(config.name, expected, shapes, _mtp_hint(config, missing, mtp_file) if missing else "")
+    hint = _mtp_hint(config, missing, mtp_file) if missing else ""
+    check_shapes(config.name, expected, shapes, hint, _cure_of_unknown(config, set(shapes) - set(expected)))
+
+
+def _cure_of_unknown(config: Nemotron3Config, unknown: set[str]) -> str:
+    if any(name.endswith(("_scale", "_scale_2", "_packed")) for name in unknown):
+        return (
+            f": weights are quantized, and {CONFIG} has no {QUANTIZATION}: copy it, or hf_quant_config.json, "
+            "from where they were quantized, and give --dequantize"
+        )
+    if config.has_mtp or not unknown or not all(name.startswith("mtp.") for name in unknown):
+        return ""
+    return (
+        f": {CONFIG} does not state MTP: set {MTP_BLOCKS} to its number of blocks and {MTP_LAYERS[0]} to the "
+        'layers of one ("*E" in the releases), or leave MTP out by --mtp-num-layers 0'
+    )
 
 
 def check_shapes(
-    name: str, expected: Mapping[str, Shape], shapes: Mapping[str, Shape], hint: str = ""
+    name: str, expected: Mapping[str, Shape], shapes: Mapping[str, Shape], hint: str = "", cure: str = ""
 ) -> None:
-    """Check that tensors are exactly the expected ones."""
+    """Check that tensors are exactly the expected ones; `hint` is for missing, `cure` for unknown ones."""
     missing = [one for one in expected if one not in shapes]
     unknown = [one for one in shapes if one not in expected]
     differ = [one for one in expected if one in shapes and tuple(shapes[one]) != expected[one]]
@@ -154,7 +171,7 @@ def check_shapes(
     if missing:
         problems.append(f"{len(missing)} of {len(expected)} tensors are missing, first {missing[0]!r}{hint}")
     if unknown:
-        problems.append(f"{len(unknown)} tensors do not belong to the model, first {unknown[0]!r}")
+        problems.append(f"{len(unknown)} tensors do not belong to the model, first {unknown[0]!r}{cure}")
     if differ:
         first = differ[0]
         problems.append(

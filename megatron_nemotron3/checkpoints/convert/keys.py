@@ -151,7 +151,8 @@ class NameLookup:
             layers = f"{self.config.full_pattern!r} of {self.config.name}"
             raise ValueError(
                 f"Megatron key {name!r}: {len(found)} rows of the name table fit a model with the layers "
-                f"{layers}, expected one: is it another model, or a name this version does not know?"
+                f"{layers}, expected one: is it another model (give --model, and --tiny for a tiny one), or "
+                "a name this version does not know?"
             )
         experts = self.config.num_moe_experts or 0
         if expert is not None and expert >= experts:

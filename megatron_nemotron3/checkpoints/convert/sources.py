@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -86,6 +86,10 @@ class TensorSource:
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
         """Read a tensor, or a slice of it. The result may be a view of a file: it must not be written to."""
         raise NotImplementedError
+
+    def made_of(self, name: str) -> Iterator[tuple[TensorSource, str]]:
+        """Yield the tensors of files that a tensor is made of; where a view does not say: the tensor."""
+        yield self, name
 
 
 class BlockSource(TensorSource):

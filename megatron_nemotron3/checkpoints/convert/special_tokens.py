@@ -11,6 +11,7 @@ from megatron_nemotron3.checkpoints.metadata import JSON_LIMIT
 
 _ID = re.compile(r"[0-9]{1,9}")
 _TOKENS = ("bos_token", "eos_token", "pad_token")
+ID_KEYS = tuple(f"{one}_id" for one in _TOKENS)
 
 
 def special_ids(files: Mapping[str, bytes], vocab_size: int) -> dict[str, int]:
@@ -28,7 +29,7 @@ def special_ids(files: Mapping[str, bytes], vocab_size: int) -> dict[str, int]:
 
 def token_line(config: Mapping[str, Any]) -> str:
     """Say which ids of `special_ids` the config.json of a language model has."""
-    ids = [f"{one}_id {config[one + '_id']}" for one in _TOKENS if f"{one}_id" in config]
+    ids = [f"{key} {config[key]}" for key in ID_KEYS if key in config]
     text = f"{', '.join(ids)}, as the tokenizer says" if ids else "none: no tokenizer says them"
     return f"token ids    {text}"
 

@@ -20,9 +20,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.checkpoints.convert.plan import Slices, bands, extent
+from megatron_nemotron3.checkpoints.convert.plan import Slices, bands, extent, whole
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, CheckpointError
+from megatron_nemotron3.checkpoints.remote import shown
 from megatron_nemotron3.checkpoints.write import Writable, overhead, write_tensor
 from megatron_nemotron3.common.files import atomic
 
@@ -200,13 +201,23 @@ _FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
 def _check_finite(tensor: Tensor, part: Part, source: TensorSource) -> None:
+    if not _is_finite(tensor):
+        where = f"{source.folder}: {part.tensor}"
+        for one, name in source.made_of(part.tensor):
+            stored = one.tensors[name]
+            if stored.blocks and not all(
+                _is_finite(one.read(name, band))
+                for band in bands(whole(stored.shape), BAND // ITEM_SIZE[stored.dtype])
+            ):
+                where = shown(f"{stored.blocks[0].locate().path}: {name}")
+                break
+        raise CheckpointError(f"{where} has values that are NaN or infinite: --allow-nonfinite copies them")
+
+
+def _is_finite(tensor: Tensor) -> bool:
     # torch.aminmax is half as fast on longer tensors.
-    for some in tensor.reshape(-1).split(_WRITE // tensor.element_size()) if tensor.numel() else ():
-        if not all(isfinite(one.item()) for one in some.aminmax()):
-            raise CheckpointError(
-                f"{source.folder}: {part.tensor} has values that are NaN or infinite: "
-                "--allow-nonfinite copies them"
-            )
+    pieces = tensor.reshape(-1).split(_WRITE // tensor.element_size()) if tensor.numel() else ()
+    return all(isfinite(one.item()) for some in pieces for one in some.aminmax())
 
 
 def _start_writing(descriptor: int, offset: int, length: int) -> None:

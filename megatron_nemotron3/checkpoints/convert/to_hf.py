@@ -24,12 +24,13 @@ from megatron_nemotron3.checkpoints.convert.quantized import (
     quantization_config,
 )
 from megatron_nemotron3.checkpoints.convert.sources import SourceTensor
-from megatron_nemotron3.checkpoints.convert.special_tokens import special_ids
+from megatron_nemotron3.checkpoints.convert.special_tokens import ID_KEYS, special_ids
 from megatron_nemotron3.checkpoints.convert.streams import FilePlan, Part, grouped
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.omni import OmniConfig
 
 _METADATA = {"format": "pt"}
+GENERATION = "generation_config.json"
 
 
 def files(tensors: Mapping[str, SourceTensor], limit: int = SHARD_BYTES) -> list[FilePlan]:
@@ -68,7 +69,7 @@ def small_files(
     dtype: str = "bfloat16",
     quantization: Quantization | None = None,
 ) -> dict[str, bytes]:
-    """Return the other files of an HF folder: the index, config.json, `copied`.
+    """Return the other files of an HF folder: the index, config.json, `copied`, generation_config.json.
 
     Args:
         base: config.json whose other keys are kept; without one, the tokenizer in `copied` says token ids.
@@ -80,9 +81,13 @@ def small_files(
         data = omni_json(config, reference=base, dtype=dtype)
     else:
         data = config_json.write(config, reference=base, dtype=dtype)
+    text_keys = part(data, TEXT) or data
     if base is None:
         language = config.language if isinstance(config, OmniConfig) else config
-        (part(data, TEXT) or data).update(special_ids(result, language.vocab_size))
+        text_keys.update(special_ids(result, language.vocab_size))
+    # Engines read the end token from it.
+    if GENERATION not in result and (ids := {key: text_keys[key] for key in ID_KEYS if key in text_keys}):
+        result[GENERATION] = (json.dumps(ids, indent=2) + "\n").encode()
     if quantization is not None:
         stated = hf_quant_config(quantization, "megatron-nemotron3")
         data[QUANTIZATION] = quantization_config(stated)

@@ -7,7 +7,7 @@ slice.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -57,6 +57,11 @@ class Converted(BlockSource):
                 self._blocks.setdefault(piece.destination, []).append(block)
         return self._blocks[name]
 
+    def made_of(self, name: str) -> Iterator[tuple[TensorSource, str]]:
+        mapping = self._mappings[name]
+        for tensor in mapping.megatron if self.to_hf else mapping.hf:
+            yield from self._source.made_of(tensor.name)
+
     def padded(self, name: str) -> bool:
         return not self.to_hf and self._mappings[name].spelling.rule == "vocabulary"
 
@@ -79,6 +84,9 @@ class Cast(TensorSource):
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
         return self._source.read(name, slices).to(self.tensors[name].torch_dtype)
 
+    def made_of(self, name: str) -> Iterator[tuple[TensorSource, str]]:
+        yield from self._source.made_of(name)
+
 
 class Selected(TensorSource):
     """Some tensors of a source, under other names."""
@@ -90,6 +98,9 @@ class Selected(TensorSource):
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
         return self._source.read(self._names[name], slices)
+
+    def made_of(self, name: str) -> Iterator[tuple[TensorSource, str]]:
+        yield from self._source.made_of(self._names[name])
 
 
 class Joined(TensorSource):

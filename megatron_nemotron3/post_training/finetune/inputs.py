@@ -201,8 +201,12 @@ def _train_on(wanted: Mapping[str, Any], output: Path) -> None:
         or steps >= wanted["steps"]
     ):
         return
+    results = ("hf", f"hf-{steps}"), ("after.json", f"after-{steps}.json")
     with lock.held(output):
-        for name, kept in (("hf", f"hf-{steps}"), ("after.json", f"after-{steps}.json")):
+        for name, kept in results:  # renamed by a command that was interrupted, and then made again
+            if (output / name).exists() and (output / kept).exists():
+                raise ValueError(f"{output / kept}: it is in the way of {output / name}: remove one of them")
+        for name, kept in results:
             if (output / name).exists():
                 (output / name).rename(output / kept)
                 print(f"{name} of {steps:,} steps is now {output / kept}")

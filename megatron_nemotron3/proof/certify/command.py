@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import importlib.util
 import logging
-import signal
 import tempfile
 import threading
 import time
@@ -15,13 +14,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from megatron_nemotron3.common import lock
 from megatron_nemotron3.common.options import add_option, add_options, json_flag, option
 from megatron_nemotron3.common.output import Bar, result, say
-from megatron_nemotron3.common.processes import handling
 from megatron_nemotron3.launch.command import add_launch, add_published, add_set
 from megatron_nemotron3.models.command import ModelOptions
 from megatron_nemotron3.proof.certify import certificate
@@ -86,8 +83,6 @@ def certify(options: argparse.Namespace, command: argparse.ArgumentParser) -> in
     begun = time.monotonic()
     with (
         result(options.json),
-        # As an interrupt does: no rank and no file is left.
-        handling((signal.SIGTERM, signal.SIGHUP), _end),
         lock.held(folder, say=say),
         _quiet(),
         tempfile.TemporaryDirectory(prefix="nemotron3-certify-") as work,
@@ -279,10 +274,6 @@ def _quiet() -> Iterator[None]:
             yield
         finally:
             logging.disable(before)
-
-
-def _end(signum: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + signum)
 
 
 def _require_folder(folder: Path) -> None:

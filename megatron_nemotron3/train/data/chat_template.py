@@ -23,6 +23,8 @@ _MEMORY, _SECONDS, _LONGEST = 512 << 20, 5, 64 << 20
 _NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 #: The call in the copy.
 _CALL = "_nemotron3_mark"
+#: What the call writes, as one group.
+_WRITTEN = re.compile("(([\ufdd0-\ufdef])[a-z]\\d*\\2)")
 #: What the template itself is given.
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", _CALL)
 
@@ -127,7 +129,10 @@ class _Renderer:
             f"{mark}([a-z])(\\d*){mark}", _write(marked, {**given, _CALL: call}, messages, False)
         )
         if "".join(pieces[::3]) != text:
-            return "it changes what it wrote before, so that nothing says where a message is"
+            return (
+                "it changes what it wrote before, so that nothing says where a message is: it may only take "
+                "space off both ends of a block that has messages, by the filter trim ({{ block | trim }})"
+            )
         turns, generated = _places(pieces)
         return {
             "text": text,
@@ -187,8 +192,23 @@ def _compile(source: str) -> tuple[Any, Any, bool]:
     ]
     for block in blocks:
         block.body = [mark("g"), *block.body, mark("h")]
+    environment = environment.overlay()
+    environment.filters = {**environment.filters, "trim": _trimmed}
     tree.set_environment(environment)
     return plain, environment.from_string(tree), bool(blocks)
+
+
+def _trimmed(value: Any, chars: str | None = None) -> str:
+    """Jinja's filter `trim`; what `_CALL` has written at the ends of a text stays."""
+    pieces = _WRITTEN.split(str(value))  # text, what was written, its first character, text, …
+    del pieces[2::3]
+    texts = range(0, len(pieces), 2)
+    for order, strip in ((texts, str.lstrip), (reversed(texts), str.rstrip)):
+        for at in order:
+            pieces[at] = strip(pieces[at], chars)
+            if pieces[at]:
+                break
+    return "".join(pieces)
 
 
 def _places(pieces: Sequence[str]) -> tuple[dict[int, Span], list[Span]]:

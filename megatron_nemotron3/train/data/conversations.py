@@ -239,7 +239,8 @@ class Encoder:
         pieces = list(zip(borders[:-1], borders[1:], strict=True))
         if not pieces:
             return Encoded([], [])
-        whole, *apart = self._ids([text, *(text[start:end] for start, end in pieces)])
+        first, *behind = (text[start:end] for start, end in pieces)
+        whole, *apart = self._ids([text, first]) + self._ids(behind, self._before)
         ids = [token for piece in apart for token in piece]
         trained = [start in starts for (start, _), piece in zip(pieces, apart, strict=True) for _ in piece]
         if ids == whole:
@@ -253,8 +254,8 @@ class Encoder:
         case = f"{self.tokenizer.decode(whole[first])!r}"
         return "a token went over the border of an answer, so the parts are tokenized one by one", case
 
-    def _ids(self, texts: list[str]) -> list[list[int]]:
-        before, head = self._before, self._head
+    def _ids(self, texts: list[str], before: str = "") -> list[list[int]]:
+        head = self._head if before else 0
         encode = self.tokenizer.backend_tokenizer.encode_batch_fast
         # One by one: an encoding takes some hundred bytes for each token.
         return [encode([before + text], add_special_tokens=False)[0].ids[head:] for text in texts]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -184,6 +185,35 @@ def test_verify_finds_one_bit(small: Small, tmp_path: Path, capsys: pytest.Captu
     assert facts["a"]["kind"] == "torch_dist" and facts["b"]["kind"] == "hugging face"
 
 
+def test_verify_says_how_far(small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, config, values = small
+    near, far, type_ = (f"backbone.layers.3.mixer.{one}_proj.weight" for one in "kvq")
+    changed = {name: values[name].clone() for name in (near, far, type_)}
+    values, changed[type_] = values | {far: torch.zeros_like(values[far])}, changed[type_].float()
+    changed[near][5, 7] += 0.25
+    changed[far] = values[far].clone()
+    changed[far][1, 2] = -0.5
+    write_hf(tmp_path / "one", config, values=values)
+    write_hf(tmp_path / "other", config, values=values | changed)
+    assert nemotron3("convert", "verify", tmp_path / "one", tmp_path / "other", "--json") == 1
+    facts = json.loads(capsys.readouterr().out)
+    found = {one["tensor"]: one for one in facts["differences"]}
+    assert set(found) == set(changed) and facts["farthest"] == found[far]
+    assert (found[far]["largest"], found[far]["relative"]) == (0.5, 1.0)
+    apart = (changed[near].double() - values[near].double()).abs().max().item()
+    assert found[near]["largest"] == apart
+    assert found[near]["relative"] == apart / changed[near].double().abs().max().item()
+    assert found[type_]["what"].startswith("type bfloat16 and float32, up to 0 apart")
+    # A packed side and the one that it was packed from.
+    words = ("to-hf", folder / "megatron", tmp_path / "packed", "--quantize", "super-nvfp4")
+    assert nemotron3("convert", *words) == 0
+    capsys.readouterr()
+    assert nemotron3("convert", "verify", folder / "hf", tmp_path / "packed", "--dequantize", "--json") == 1
+    facts = json.loads(capsys.readouterr().out)
+    # The codes of E2M1 are at most 2 of 6 apart, and scales are rounded.
+    assert 0.1 < facts["farthest"]["relative"] < 0.2 and "experts" in facts["farthest"]["tensor"]
+
+
 def test_verify_with_the_manifest(small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(small[0] / "megatron", copy)
@@ -207,6 +237,95 @@ def test_verify_with_the_manifest(small: Small, tmp_path: Path, capsys: pytest.C
     out = capsys.readouterr().out
     assert f"{path}: CRC32" in out and f"{path}: No such file" in out
     assert nemotron3("convert", "verify", small[0] / "hf") == 2
+
+
+@pytest.mark.parametrize("prefix", ["model.", "base_model.model.", "_orig_mod."])
+def test_a_prefix_of_all_names_is_taken_off(
+    prefix: str, small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {prefix + name: value for name, value in hf_values(small[1]).items()}
+    write_hf(tmp_path / "hf", small[1], values=values)
+    assert nemotron3("convert", "from-hf", tmp_path / "hf", tmp_path / "out") == 0
+    assert nemotron3("convert", "verify", small[0] / "hf", tmp_path / "out") == 0
+    values["lm_head.weight"] = values.pop(prefix + "lm_head.weight")  # not of all: not a wrapper
+    write_hf(tmp_path / "some", small[1], values=values)
+    assert nemotron3("convert", "from-hf", tmp_path / "some", tmp_path / "other") == 2
+    assert f"do not belong to the model, first '{prefix}backbone" in capsys.readouterr().err
+
+
+def test_what_config_json_lacks_is_said(
+    small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "hf"
+    values = hf_values(small[1])
+    write_hf(folder, small[1], values=values)
+    data = json.loads((folder / "config.json").read_text())
+    without = {key: value for key, value in data.items() if "mtp" not in key and "nextn" not in key}
+    without.pop("megatron_nemotron3", None)
+    words = ("convert", "from-hf", folder, tmp_path / "out")
+    (folder / "config.json").write_text(json.dumps(without))
+    assert nemotron3(*words) == 2
+    error = capsys.readouterr().err
+    assert "set num_nextn_predict_layers" in error and "or leave MTP out by --mtp-num-layers 0\n" in error
+    assert nemotron3(*words, "--mtp-num-layers", "0", "--dry-run") == 0
+    cure = {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"}
+    (folder / "config.json").write_text(json.dumps(without | cure))
+    assert nemotron3(*words, "--dry-run") == 0
+    shutil.rmtree(folder)
+    values["backbone.layers.0.mixer.in_proj.weight_scale"] = torch.ones(1)
+    write_hf(folder, small[1], values=values)
+    capsys.readouterr()
+    assert nemotron3(*words) == 2 and "and give --dequantize\n" in capsys.readouterr().err
+    assert nemotron3(*words, "--dequantize") == 2
+    assert "copy one from where they were quantized, or drop --dequantize\n" in capsys.readouterr().err
+
+
+def test_values_of_one_expert_are_named(
+    small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Megatron keeps all experts of a layer in one tensor. A cast that overflows names what overflows."""
+    name = "backbone.layers.1.mixer.experts.7.up_proj.weight"
+    values = hf_values(small[1])
+    values[name][3, 4] = 1e30
+    write_hf(tmp_path / "hf", small[1], values=values)
+    words = ("convert", "from-hf", tmp_path / "hf", tmp_path / "out")
+    assert nemotron3(*words, "--dtype", "float16") == 2
+    error = capsys.readouterr().err
+    assert "hf: decoder.layers.1.mlp.experts.experts.linear_fc1.weight has values that are NaN" in error
+    values[name][3, 4] = float("inf")
+    shutil.rmtree(tmp_path / "hf")
+    write_hf(tmp_path / "hf", small[1], values=values)
+    assert nemotron3(*words, "--dtype", "float16") == 2
+    assert f"/hf/model.safetensors: {name} has values that are NaN" in capsys.readouterr().err
+
+
+def test_a_forgotten_tiny_is_named(small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("convert", "from-hf", small[0] / "hf", tmp_path / "out", "--model")
+    name = small[1].name.removesuffix("-tiny")
+    assert nemotron3(*words, name) == 2
+    error = capsys.readouterr().err
+    assert f"it is the size of its smaller variant: add --tiny to --model {name}\n" in error
+    assert nemotron3(*words, name, "--tiny", "--dry-run") == 0
+
+
+def test_a_byte_that_differs_from_the_manifest_is_not_converted(
+    small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hf, back = tmp_path / "hf", tmp_path / "back"
+    assert nemotron3("convert", "to-hf", small[0] / "megatron", hf) == 0
+    assert nemotron3("convert", "from-hf", hf, tmp_path / "whole") == 0
+    assert "manifest     1 file as nemotron3_manifest.json says" in capsys.readouterr().out
+    with open(hf / "model.safetensors", "r+b") as file:
+        file.seek(-7, os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-7, os.SEEK_END)
+        file.write(bytes([byte ^ 1]))
+    assert nemotron3("convert", "from-hf", hf, back) == 2
+    error = capsys.readouterr().err
+    assert f"{hf}/model.safetensors: CRC32" in error and error.count("\n") == 1
+    assert sorted(os.listdir(tmp_path)) == ["hf", "whole"]
+    (hf / "nemotron3_manifest.json").unlink()  # the cure where the change is the user's
+    assert nemotron3("convert", "from-hf", hf, back) == 0
 
 
 def test_tensors_left_over(small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -239,7 +358,9 @@ def test_not_a_number(small: Small, tmp_path: Path, capsys: pytest.CaptureFixtur
     write_hf(tmp_path / "nan", small[1], values=values)
     words = ("convert", "from-hf", tmp_path / "nan", tmp_path / "out")
     assert nemotron3(*words) == 2
-    assert "has values that are NaN or infinite: --allow-nonfinite" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "has values that are NaN or infinite: --allow-nonfinite" in error
+    assert f"{tmp_path}/nan/model.safetensors: lm_head.weight has" in error
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
     assert nemotron3(*words, "--allow-nonfinite") == 0
     assert nemotron3("convert", "verify", tmp_path / "nan", tmp_path / "out") == 0

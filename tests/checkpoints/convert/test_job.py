@@ -8,6 +8,8 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 import zlib
@@ -75,6 +77,40 @@ def test_killed_at_any_moment(tmp_path: Path, workers: int, step: float) -> None
             break
     assert digest(tmp_path / "out") == expected
     assert kills >= 2 and not partial_of(tmp_path / "out").exists()
+
+
+#: Converts sys.argv[2:] and gets the signal sys.argv[1] when its second file is written.
+SIGNALLED = """
+import os, sys
+from megatron_nemotron3 import __main__
+from megatron_nemotron3.checkpoints.convert import job
+signum, before, files = int(sys.argv.pop(1)), job.write, []
+def write(*given, **named):
+    entry = before(*given, **named)
+    files.append(entry)
+    if len(files) == 2:
+        os.kill(os.getpid(), signum)
+    return entry
+job.write = write
+sys.exit(__main__.main())
+"""
+
+
+@pytest.mark.parametrize(
+    "signum",
+    [signal.SIGTERM, *(pytest.param(n, marks=pytest.mark.full) for n in (signal.SIGINT, signal.SIGHUP))],
+)
+def test_a_signal_ends_the_command_with_one_line(signum: signal.Signals, tmp_path: Path) -> None:
+    write_hf(tmp_path / "hf", tiny(get("nano")))
+    out = tmp_path / "out"
+    words = ["convert", "from-hf", str(tmp_path / "hf"), str(out), "--shard-size", "1MB", "--workers", "1"]
+    done = subprocess.run(
+        [sys.executable, "-c", SIGNALLED, str(int(signum)), *words], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (128 + signum, "interrupted\n")
+    assert not out.exists() and len((partial_of(out) / JOURNAL).read_text().splitlines()) == 2
+    assert cli.main(words) == 0 and sorted(os.listdir(tmp_path)) == ["hf", "out"]
+    assert cli.main(["convert", "verify", str(tmp_path / "hf"), str(out)]) == 0
 
 
 def test_finished_files_are_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

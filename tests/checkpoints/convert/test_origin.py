@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_nemotron3 import cli
 from megatron_nemotron3.checkpoints import pickles
@@ -294,6 +295,12 @@ def test_a_model_without_a_source_gets_the_token_ids_of_its_tokenizer(
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
     assert {key: getattr(model.generation_config, key) for key in ids} == ids
+    settings = transformers.GenerationConfig.from_pretrained(tmp_path / "back")
+    assert {key: getattr(settings, key) for key in ids} == ids
+    model.generation_config = transformers.GenerationConfig()
+    likely = {"max_new_tokens": 4, "sequence_bias": {(0,): 1e30}, "do_sample": False}
+    prompt = {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.ones(1, 2)}
+    assert model.generate(**prompt, generation_config=settings, **likely).tolist() == [[5, 6, 0]]
     # What config.json says stays as it is, even if it is less.
     data = {key: value for key, value in said(tmp_path / "back").items() if key not in ids}
     shutil.copytree(place, tmp_path / "reference")
@@ -301,6 +308,7 @@ def test_a_model_without_a_source_gets_the_token_ids_of_its_tokenizer(
     run(capsys, "convert", "to-hf", source, tmp_path / "more", "--reference", tmp_path / "reference")
     found = said(tmp_path / "more")
     assert found["eos_token_id"] == 7 and "pad_token_id" not in found
+    assert json.loads((tmp_path / "more/generation_config.json").read_text()) == {"eos_token_id": 7}
 
 
 WORDS = {"tokenizer_config.json": b'{"eos_token": "x", "pad_token": {"content": "y"}, "bos_token": null}'}

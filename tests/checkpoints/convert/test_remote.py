@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -246,5 +247,8 @@ def test_a_plan_reads_an_id_without_a_download(
     words = ["--conversations", "none", "--output", "none", "--plan", "--gpu", "h100"]
     assert command("finetune", "bucket/hf", *words) == 0
     assert "bucket/hf: all weights, 1 rank, bf16" in capsys.readouterr().out
+    assert command("show", "bucket/hf") == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^stored     [\d,]+ bytes of bfloat16\nstored     [\d,]+ bytes of float32$", out, re.M)
     assert command("finetune", "nonsense", *words) == 2
     assert "nonsense" in capsys.readouterr().err

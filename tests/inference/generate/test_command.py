@@ -63,7 +63,9 @@ def test_show_of_a_folder(folders_with_text: Folders, capsys: Capture) -> None:
     f = folders_with_text
     for folder, vocabulary in ((f.run, small_config().vocab_size), (f.hf, small_config().vocab_size)):
         assert cli.main(["show", str(folder), "--json"]) == 0
-        found = json.loads(capsys.readouterr().out)["config"]
+        facts = json.loads(capsys.readouterr().out)
+        found = facts["config"]
+        assert facts["stored_bytes"] == {"float32": 4 * facts["parameters"]["checkpoint"]["stored"]}
         assert found["pattern"] == "M*E" and found["num_moe_experts"] == 8, folder
         assert found["vocab_size"] == vocabulary
     for words, message in (

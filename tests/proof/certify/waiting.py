@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 
-from megatron_nemotron3 import cli
+from megatron_nemotron3 import __main__ as program
 from megatron_nemotron3.common.ranks import Call, run_ranks
 from megatron_nemotron3.proof.certify import command, ranks
 from megatron_nemotron3.proof.certify.bench import Bench, Finding
@@ -32,4 +32,4 @@ if __name__ == "__main__":
 
     ranks.PRELOAD[:] = ["torch"]
     command.STAGES = (Stage("waiting", module.waiting),)
-    sys.exit(cli.main(sys.argv[1:]))
+    sys.exit(program.main())

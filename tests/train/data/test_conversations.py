@@ -17,10 +17,11 @@ import pytest
 
 from megatron_nemotron3.common.switches import CONVERSATIONS, SFT_MEAN
 from megatron_nemotron3.train.data import forms, packing, train_tokenizer, workers
-from megatron_nemotron3.train.data.conversations import Encoder, Reading, read_conversations
+from megatron_nemotron3.train.data.conversations import Conversation, Encoder, Reading, read_conversations
 from megatron_nemotron3.train.data.forms import LINE, Findings, read_rows
 from megatron_nemotron3.train.data.packing import PackedConversations, first_fit
 from megatron_nemotron3.train.inputs import mean, reading, variables_of
+from tests.post_training.xtoken.tokenizers_of import sentence_piece
 
 TURNS = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
@@ -171,6 +172,43 @@ def test_every_form_has_the_mask_of_transformers(tmp_path: Path, as_list: bool) 
     assert any("leaves reasoning out" in remark for remark, _ in encoder.encode(found[0]).remarks)
     assert not encoder.encode(found[-1]).remarks
     assert findings.lines("c")[1:] == [f"c: field 'id' is not used (1 time, first {found[2].place})"]
+
+
+@pytest.mark.parametrize("ends", ["trim", "trim(' \n')"])
+def test_a_block_that_is_trimmed_has_the_mask_of_transformers(ends: str, tmp_path: Path) -> None:
+    marked = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}"
+        "{% endfor %}"
+    )
+    plain = marked.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    block = "{% set all %} \n" + plain + " \n {% endset %}{{ all | " + ends + " }}"
+    block += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    train_tokenizer(["apples pears"], 300, tmp_path / "t", special=["<|im_start|>", "<|im_end|>"])
+    expected = Encoder(_with(tmp_path / "t", marked)).tokenizer.apply_chat_template(
+        CHAT, return_dict=True, return_assistant_tokens_mask=True
+    )
+    encoded = Encoder(_with(tmp_path / "t", block)).encode(Conversation(CHAT, None, "c", 0))
+    assert encoded.ids == expected["input_ids"] and not encoded.remarks
+    assert [int(one) for one in encoded.trained] == expected["assistant_masks"]
+    changed = block.replace("all | " + ends, "all | trim | upper")
+    with pytest.raises(ValueError, match="c: the chat template: it changes what it wrote .* filter trim"):
+        Encoder(_with(tmp_path / "t", changed)).encode(Conversation(CHAT, None, "c", 0))
+
+
+def test_ids_of_sentence_piece_are_those_of_a_prompt_and_its_answer(tmp_path: Path) -> None:
+    """It writes a space before a text: once, at its begin, and before no answer."""
+    turns = "{% for m in messages %}[{{ m.role }}] {{ m.content }}.\n{% endfor %}"
+    turns += "{% if add_generation_prompt %}[assistant] {% endif %}"
+    encoder = Encoder(_with(sentence_piece(tmp_path / "t"), turns))
+    chat = [say("user", "There were 20 cats"), say("assistant", "of cats 201"), *CHAT[2:]]
+    encoded = encoder.encode(Conversation(chat, None, "c", 0))
+    prompt = encoder.prompt(Conversation(chat[:1], None, "c", 0))
+    begun = encoded.trained.index(True)
+    assert encoded.ids[:begun] == encoder.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    answers = [one for one, mine in zip(encoded.ids, encoded.trained) if mine]
+    assert encoder.tokenizer.decode(encoded.ids) == encoder.text(Conversation(chat, None, "c", 0))[0]
+    assert encoder.tokenizer.decode([encoded.ids[0], *answers]) == "of cats 201.\n3 pears.\n"
 
 
 def _with(folder: Path, template: str) -> Path:
