@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.checkpoints.remote import local, place
-from megatron_nemotron3.common.options import NEEDED, add_command, argument, json_flag, option
+from megatron_nemotron3.common.options import NEEDED, add_command, argument, flag, json_flag, option
 from megatron_nemotron3.common.output import result, say
 from megatron_nemotron3.models.command import StoredModelOptions, stored_model
 
@@ -26,6 +26,7 @@ class BisectOptions:
     trainer: Path = option("recording of the trainer", "FILE", default=NEEDED)
     engine: Path = option("recording of the inference engine", "FILE", default=NEEDED)
     first: int | None = option("number of sequences to recompute (default: all)", "N", least=1)
+    no_cause: bool = flag("find side, token and layer only; the search for a cause takes longest")
     stored: StoredModelOptions
     json: bool = json_flag()
 
@@ -49,7 +50,7 @@ def bisect(options: BisectOptions) -> int:
     with ExitStack() as stack:
         model = Recomputation.open(stack.enter_context(local(options.checkpoint)), config)
         previous = None
-        if options.previous is not None:
+        if options.previous is not None and not options.no_cause:
             previous = Recomputation.open(stack.enter_context(local(options.previous)), model.config)
         for file, side in zip(files, (trainer, engine)):
             try:
@@ -64,7 +65,9 @@ def bisect(options: BisectOptions) -> int:
             f"{sum(lengths):,}, in the longest {max(lengths):,}",
             **{"model": name, "sequences": len(lengths), "tokens": sum(lengths)},
         )
-        found = Investigation(model, previous, echo=say).compare(trainer, engine)
+        found = Investigation(model, previous, [] if options.no_cause else None, echo=say).compare(
+            trainer, engine
+        )
         lines = found.lines()
         say("\n".join(lines), **found.as_json(), findings=lines)
     return found.exit_status

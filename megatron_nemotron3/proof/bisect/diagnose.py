@@ -100,7 +100,7 @@ class Investigation:
                 trials = self._trials_of_mtp(name, hypotheses, recording)
                 side.explanations = best(mtp.explained(trials))
             return side
-        side.deviates = True
+        side.deviates, side.searched = True, bool(self.causes)
         side.routed = first_router(hypotheses, recording)
         if segment is None:
             side.position = evidence.position()
@@ -155,7 +155,7 @@ class Investigation:
         self, side: Side, hypotheses: Hypotheses, recording: Recording, evidence: Evidence
     ) -> list[CauseExplanation]:
         """Try every cause that begins before the first router that differs on the log-probabilities."""
-        if not evidence.finite:  # nothing explains it
+        if not (self.causes and evidence.finite):  # else nothing explains it
             return []
         stop = self.model.depth + 1 if side.routed is None else side.routed + 1
         before, found = evidence.size(), []
@@ -193,13 +193,15 @@ class Investigation:
                         if (rows := compute(cause)) is not None:
                             yield cause, scope, rows
 
-        for alone, where in ((False, "all layers"), (True, "each layer")):
-            self.echo(f"{side.name}: trying factors of every quantity in {where}")
-            fits = evidence.explained(fitted(alone))
-            found += [(after, one) for after, one in fits if after <= max(ENOUGH, ROUNDED * before)]
-            if not any(after <= ROUNDED * before for after, _ in found):
-                self.echo(f"{side.name}: trying {len(self.causes)} causes in {where}")
+        # Factors in each layer before causes in each layer, which are many more.
+        for alone, of_list in ((False, True), (False, False), (True, False), (True, True)):
+            what = f"{len(self.causes)} causes" if of_list else "factors of every quantity"
+            self.echo(f"{side.name}: trying {what} in {'each layer' if alone else 'all layers'}")
+            if of_list:
                 found += evidence.explained(trials(list(places(alone))))
+            else:
+                fits = evidence.explained(fitted(alone))
+                found += [(after, one) for after, one in fits if after <= max(ENOUGH, ROUNDED * before)]
             if any(after <= ROUNDED * before for after, _ in found):
                 break
         return best(found)

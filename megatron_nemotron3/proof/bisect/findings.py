@@ -46,7 +46,7 @@ class Side:
         experts: the tokens that deviate in the first layer are those that selected one of these.
         rest: where the log-probabilities lie with the first explanation, if that leaves another fault.
         explanations: the best cause first, then those that explain it as well.
-        known: without one, what is known of the deviation.
+        known: without one, what is known of the deviation. searched: whether one was looked for.
     """
 
     name: str
@@ -69,6 +69,7 @@ class Side:
     rest: float = 0.0
     explanations: list[CauseExplanation] = field(default_factory=list)
     known: list[str] = field(default_factory=list)
+    searched: bool = True
 
     @property
     def cause(self) -> str | None:
@@ -142,7 +143,10 @@ class Diagnosis:
         if not side.explanations:
             seen = side.exactly or side.mtp_only or side.none
             cure = "" if seen else "; record hidden states to find the layer"
-            yield f"  unknown cause: none of the hypotheses explains it{cure}"
+            what = (
+                "unknown cause: none of the hypotheses explains it" if side.searched else "no cause was tried"
+            )
+            yield f"  {what}{cure}"
             yield from (f"    {line}" for line in side.known)
 
     def _place(self, layer: int) -> str:

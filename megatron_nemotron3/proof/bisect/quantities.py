@@ -312,7 +312,7 @@ def _neighbour(end: str, way: int) -> Make:
 #: A factor this near to a number of few digits is that number.
 _NEAR = 0.004
 #: Change of a factor from which its effect is measured, and the share that each step may leave at most.
-_PROBE, _LEFT = 0.25, (0.95, 0.7, 0.3, 0.1)
+_PROBE, _LEFT = 0.25, (0.95, 0.7, 0.7, 0.7)
 
 
 def _scaled(one: Quantity, by: Tensor, words: str) -> Cause:
@@ -340,7 +340,7 @@ def factors(
         compute: what the checkpoint computes with a cause; None if the cause cannot be there.
     """
     by, recorded = torch.ones(count, dtype=torch.float64), _flat(found)
-    usable = recorded.isfinite()
+    usable, whole = recorded.isfinite(), 0.0
     for most in _LEFT:
         rows = compute(_scaled(one, by, f"{{}} times {by.tolist()}"))
         if rows is None:
@@ -357,13 +357,13 @@ def factors(
         if not effects.isfinite().all() or not effects.any():
             return
         change = torch.linalg.lstsq(effects, missing[:, None], driver="gelsd").solution[:, 0]
-        left = (missing - effects @ change).norm() / missing.norm().clamp_min(1e-30)
-        by = by + change
-        if not by.isfinite().all() or left > most:
+        rest = missing - effects @ change
+        whole = whole or float(missing.norm())
+        by, spread = by + change, _spread(effects, rest)
+        if not by.isfinite().all() or rest.norm() > most * whole:
             return
-        if change.abs().max() < _NEAR:
+        if (change.abs() < (3 * spread).clamp_min(_NEAR)).all():
             break
-    spread = _spread(effects, missing - effects @ change)
     by = torch.stack([_rounded(value, float(error)) for value, error in zip(by, spread, strict=True)])
     if (by - 1).abs().max() > _NEAR:
         yield _scaled(one, by, _words(by, block))
@@ -383,7 +383,7 @@ def _rounded(value: Tensor, error: float) -> Tensor:
     """The simple number nearby, if there is one within what the error allows; 1 first."""
     for simple in (torch.ones_like(value), *((value * 10**n).round() / 10**n for n in (0, 1, 2))):
         if (value - simple).abs() < max(_NEAR, 3 * error):
-            return simple
+            return simple + 0.0  # no -0
     return value
 
 

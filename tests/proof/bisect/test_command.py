@@ -94,6 +94,13 @@ def test_the_wrong_side_is_named_on_either_side(
     assert re.search(r"^trainer: it deviates from token \d+ of sequence 0 on\ntrainer: trying", said, re.M)
 
 
+def test_without_a_cause(place: Path, capsys: Capture) -> None:
+    assert run(place, "wrong.pt", "--no-cause") == 1
+    said = capsys.readouterr().out
+    assert "engine (vllm, float32) deviates" in said and "  from token " in said
+    assert "  no cause was tried; record hidden states to find the layer\n" in said and "trying" not in said
+
+
 def changed(place: Path, edit: Callable[[Recording], Any]) -> str:
     recording = copy.deepcopy(read(place / "engine.pt"))
     edit(recording)
