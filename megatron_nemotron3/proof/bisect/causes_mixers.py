@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import combinations
 from typing import Any
@@ -105,18 +105,25 @@ def _conv_state(context: Context, shift: int | None) -> Steps | None:
 @where
 def _state_lost(context: Context, at_chunks: bool) -> Steps | None:
     """The state does not pass a border: the prompt's end, or that of each chunk."""
+    size = context.config.mamba_chunk_size
+    if not (at_chunks or context.prompt):
+        return None
+    return cut_scan(lambda tokens: range(size, tokens, size) if at_chunks else [context.prompt])
+
+
+def cut_scan(borders: Callable[[int], Iterable[int]]) -> Steps:
+    """The scan begins anew at borders, of a number of tokens."""
 
     def scan(plain: Any, *given: Tensor) -> Any:
         x, dt, A, B, C, ssm = given
-        s, size, outputs = x.shape[1], context.config.mamba_chunk_size, []
-        borders = [*range(size, s, size)] if at_chunks else [context.prompt]
-        edges = [0, *(b for b in borders if 0 < b < s), s]
+        s, outputs = x.shape[1], []
+        edges = [0, *(b for b in borders(s) if 0 < b < s), s]
         for i, j in zip(edges, edges[1:]):
             y, ssm = plain(x[:, i:j], dt[:, i:j], A, B[:, i:j], C[:, i:j], torch.zeros_like(ssm))
             outputs.append(y)
         return torch.cat(outputs, 1), ssm
 
-    return {"scan": scan} if at_chunks or context.prompt else None
+    return {"scan": scan}
 
 
 @where

@@ -24,11 +24,13 @@ from megatron_nemotron3.common.output import Bar
 from megatron_nemotron3.proof.bisect.causes import LAYERS, Cause, model_causes, stale_causes
 from megatron_nemotron3.proof.bisect.causes_experts import expert_causes
 from megatron_nemotron3.proof.bisect.causes_mixers import attention_causes, mamba_causes
+from megatron_nemotron3.proof.bisect.changes import listed, neighbours, residuals
 from megatron_nemotron3.proof.bisect.evidence import ENOUGH, NOTHING, ROUNDED, Evidence, Trial, best
+from megatron_nemotron3.proof.bisect.factors import factors
 from megatron_nemotron3.proof.bisect.findings import LIMIT, CauseExplanation, Diagnosis, Side
 from megatron_nemotron3.proof.bisect.hypotheses import Hypotheses, SequenceRun
 from megatron_nemotron3.proof.bisect.located import LayerSegment, first_router, first_segment
-from megatron_nemotron3.proof.bisect.quantities import QUANTITIES, factors, listed, neighbours
+from megatron_nemotron3.proof.bisect.quantities import QUANTITIES
 from megatron_nemotron3.proof.bisect.recompute import Recomputation
 from megatron_nemotron3.proof.bisect.recording import Recording
 
@@ -141,9 +143,9 @@ class Investigation:
     def _more(self, segment: LayerSegment) -> Iterator[tuple[str, Iterator[Trial]]]:
         """What is tried where no cause of the list explains a layer, the simplest first."""
         if self.general:
-            changes = [*listed(token=segment.first_token()), *neighbours()]
-            yield "changes of its quantities", segment.trials(changes)
             yield "factors of its quantities", segment.factors()
+            changes = [*listed(self.model.config, segment.first_token()), *residuals(), *neighbours()]
+            yield "changes of its quantities", segment.trials(changes)
 
     def _say_first(self, side: Side) -> None:
         """What is known before the search for the cause, which may take long."""

@@ -22,8 +22,9 @@ STANDS_OUT = 5.0
 LEFT, GROWN = 3.0, 20.0
 #: The differences that a cause leaves must be at most this share of those without it.
 EXPLAINS = 0.5
-#: Where this share is left or less, rounding grew with the numbers, whatever noise is.
-NOTHING = 1e-3
+#: Where this share is left or less, rounding grew with the numbers, or a weight is kept in BF16, whatever
+#: noise is.
+NOTHING = 2e-2
 #: Where this share is left or less, a cause that is in single layers need not be looked for.
 ROUNDED = 0.1
 #: What a cause leaves that needs no better one, in units of noise.

@@ -18,8 +18,9 @@ from megatron_nemotron3.proof.bisect.causes import LAYERS, MODEL, Cause
 from megatron_nemotron3.proof.bisect.causes_experts import of_experts
 from megatron_nemotron3.proof.bisect.causes_mixers import of_window
 from megatron_nemotron3.proof.bisect.evidence import Evidence, Trial
+from megatron_nemotron3.proof.bisect.factors import factors
 from megatron_nemotron3.proof.bisect.hypotheses import Hypotheses, Row, after, padded
-from megatron_nemotron3.proof.bisect.quantities import QUANTITIES, factors
+from megatron_nemotron3.proof.bisect.quantities import QUANTITIES
 from megatron_nemotron3.proof.bisect.recompute import DRAWS, Noise, Recomputation, Steps, rounding
 from megatron_nemotron3.proof.bisect.recording import Recording
 
@@ -156,8 +157,10 @@ class LayerSegment:
                     lambda i: self._with(cause, layers, self.sequences[i]), self.evidence.plain
                 )
 
-            for block, count in one.divisions(config):
-                for cause in factors(one, block, count, compute, self.evidence.found):
+            token = self.first_token() if one.tokens and not self.last else 0
+            divided = [(*division, 0) for division in one.divisions(config)]
+            for block, count, start in (*divided, *([("", 1, token)] if token > 1 else [])):
+                for cause in factors(one, block, count, compute, self.evidence.found, start):
                     if (rows := compute(cause)) is not None:
                         yield cause, layers, rows
 

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.proof.bisect.causes import LAYERS, MODEL, Cause, Context
+from megatron_nemotron3.proof.bisect.changes import listed, neighbours, residuals
 from megatron_nemotron3.proof.bisect.diagnose import Investigation
-from megatron_nemotron3.proof.bisect.quantities import QUANTITIES, Quantity, factors, listed, neighbours
+from megatron_nemotron3.proof.bisect.factors import factors
+from megatron_nemotron3.proof.bisect.quantities import MATRICES, QUANTITIES, Quantity
 from tests.proof.bisect import faults
 from tests.proof.bisect.systems import MODEL as SMALL
 from tests.proof.bisect.systems import Engine, checkpoint, tokens
@@ -30,7 +32,7 @@ def _output(layer: int, cause: Cause | None = None) -> Tensor:
     return model.layer(layer, x, cause.layer(context) if cause is not None and cause.layer else None).stream
 
 
-@pytest.mark.parametrize("one", QUANTITIES, ids=lambda one: one.name)
+@pytest.mark.parametrize("one", (*QUANTITIES, *MATRICES), ids=lambda one: one.name)
 def test_a_quantity_is_where_it_says(one: Quantity) -> None:
     """Its own values change nothing, others do; blocks of channels divide it."""
     place = -1 if one.kind == MODEL else PLACES[one.kind]
@@ -42,9 +44,13 @@ def test_a_quantity_is_where_it_says(one: Quantity) -> None:
         assert torch.equal(_output(place, halves), plain)
 
 
-def test_every_change_can_be_computed() -> None:
+_CHANGES = (*listed(SMALL, token=7), *residuals(), *neighbours())
+
+
+@pytest.mark.parametrize("share", [0, *(pytest.param(n, marks=pytest.mark.full) for n in range(1, 40))])
+def test_every_change_can_be_computed(share: int) -> None:
     """On every kind of layer; what rounds or moves nothing here may leave it as it is."""
-    for cause in (*listed(token=7), *neighbours()):
+    for cause in _CHANGES[share::40]:
         place = -1 if cause.kind == MODEL else PLACES[cause.kind]
         assert _output(place, cause).shape == _output(place).shape, cause.name
 

@@ -1,0 +1,100 @@
+"""Faults of others: which of them certify finds, that was not built with them.
+
+python -m tests.proof.certify.outside            # run every fault and write what was found
+python -m tests.proof.certify.outside NAME …     # run some of them
+
+`outside_faults` was written without knowledge of certify. The stages run in turn until one fails.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_nemotron3.launch import command_line
+from megatron_nemotron3.proof.certify import proof
+from megatron_nemotron3.proof.certify.bench import Bench, Finding, last_line
+from tests.proof.certify import faults
+from tests.proof.certify.catalogue import LAUNCHES
+from tests.proof.certify.outside_faults import OUTSIDE
+
+#: What was found when it was last written.
+GOLDEN = Path(__file__).parents[2] / "golden" / "certify_outside.json"
+
+
+def _script(bench: Bench) -> Iterator[Finding]:
+    from megatron_nemotron3.proof.certify.script_stage import script
+
+    yield from script(bench)
+
+
+STAGES: dict[str, Callable[[Any], Iterator[Finding]]] = {
+    "layouts": proof.layouts,
+    "definition": faults.STAGES["definition"],
+    "own precision": faults.STAGES["own precision"],
+    "script": _script,
+}
+
+
+def found(name: str) -> dict[str, Any]:
+    """What certify finds of a fault, by the first stage that fails."""
+    fault = OUTSIDE[name]
+    given = LAUNCHES[fault.launch]
+    row = {
+        "what": " ".join((fault.patch.__doc__ or "").split()),
+        "launch": fault.launch,
+        "source": fault.source,
+        "found by": [],
+        "crash": "",
+    }
+    for stage, findings in STAGES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            flags = tuple(command_line.read_launch(given.text(Path(folder))).flags)
+            padded = {"documents": given.documents, "padded": given.padded}
+            bench = faults.FaultyBench(
+                proxy=faults._proxy(flags, given.ranks),
+                flags=flags,
+                folder=Path(folder),
+                gpu=given.gpu,
+                fault=fault.patch,
+                everywhere=fault.in_one_process,
+                changes={} if given.padded is None else padded,
+            )
+            failures = faults.failures(list(findings(bench)))
+        # A run that crashes is no fault that ends in silence.
+        row["crash"] = failures.pop("training").detail if "training" in failures else row["crash"]
+        if failures:
+            return row | {"stage": stage, "found by": sorted(failures)}
+    return row
+
+
+def measured() -> dict[str, dict[str, Any]]:
+    """What was found when it was last written."""
+    rows: dict[str, dict[str, Any]] = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
+    return rows
+
+
+def main(names: list[str]) -> None:
+    """Run faults, print what is found, and write it."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Megatron prints a great deal on every rank
+    rows = measured()
+    for name in names or OUTSIDE:
+        begin = time.monotonic()
+        try:
+            rows[name] = found(name)
+        except Exception as problem:  # a defect of the proof
+            rows[name] = {"what": name, "error": last_line(problem), "found by": []}
+        print(f"{name} {time.monotonic() - begin:.0f} s {rows[name]}", file=out, flush=True)
+        ordered = {one: rows[one] for one in OUTSIDE if one in rows}
+        GOLDEN.write_text(json.dumps(ordered, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
