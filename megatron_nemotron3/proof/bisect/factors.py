@@ -11,7 +11,7 @@ from megatron_nemotron3.proof.bisect.causes import Cause, Context
 from megatron_nemotron3.proof.bisect.quantities import Quantity
 
 #: A factor this near to a number of few digits is that number.
-_NEAR = 0.004
+_NEAR = 0.001
 #: Change of a factor from which its effect is measured, and the share that each step may leave at most.
 _PROBE, _LEFT = 0.25, (0.95, 0.7, 0.7, 0.7)
 

@@ -17,7 +17,7 @@ from megatron_nemotron3.common.output import Bar
 from megatron_nemotron3.proof.bisect.causes import LAYERS, MODEL, Cause
 from megatron_nemotron3.proof.bisect.causes_experts import of_experts
 from megatron_nemotron3.proof.bisect.causes_mixers import of_window
-from megatron_nemotron3.proof.bisect.evidence import Evidence, Trial
+from megatron_nemotron3.proof.bisect.evidence import NOTHING, Evidence, Trial
 from megatron_nemotron3.proof.bisect.factors import factors
 from megatron_nemotron3.proof.bisect.hypotheses import Hypotheses, Row, after, padded
 from megatron_nemotron3.proof.bisect.quantities import QUANTITIES
@@ -160,9 +160,13 @@ class LayerSegment:
             token = self.first_token() if one.tokens and not self.last else 0
             divided = [(*division, 0) for division in one.divisions(config)]
             for block, count, start in (*divided, *([("", 1, token)] if token > 1 else [])):
+                left = 1.0
                 for cause in factors(one, block, count, compute, self.evidence.found, start):
                     if (rows := compute(cause)) is not None:
+                        left = self.evidence.size(rows) / self.evidence.size()
                         yield cause, layers, rows
+                if left <= NOTHING:  # what the whole explains needs no blocks
+                    break
 
     def trials(self, causes: Sequence[Cause]) -> Iterator[Trial]:
         """The outputs with each cause in each layer of the segment where it may be."""

@@ -25,6 +25,7 @@ from tests.proof.bisect import outside_faults_2 as second
 from tests.proof.bisect.systems import Engine, checkpoint, tokens
 
 OUTSIDE = first.OUTSIDE | second.OUTSIDE_2
+PAGE = Path(__file__).parents[3] / "docs" / "bisect.md"
 #: What was found when it was last written.
 GOLDEN = Path(__file__).parents[2] / "golden" / "bisect_outside.json"
 
@@ -65,6 +66,13 @@ def measured() -> dict[str, dict[str, Any]]:
     """What was found when it was last written."""
     rows: dict[str, dict[str, Any]] = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
     return rows
+
+
+def counted() -> str:
+    """The sentence of the page."""
+    rows = [row for row in measured().values() if row["set"] == 2]
+    right = sum(row["right"] is True for row in rows)
+    return f"Of {len(rows)} such faults it named the side of all, and the cause of {right}"
 
 
 def main(names: list[str]) -> None:

@@ -1,0 +1,37 @@
+"""Faults that were written without knowledge of certify and bisect: what was measured of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.proof.bisect import outside as of_bisect
+from tests.proof.certify import outside as of_certify
+
+
+def test_every_fault_was_run() -> None:
+    """And a cause that bisect names was judged."""
+    assert of_certify.measured().keys() == of_certify.OUTSIDE.keys()
+    rows = of_bisect.measured()
+    assert rows.keys() == of_bisect.OUTSIDE.keys()
+    assert [name for name, row in rows.items() if row["named"] and row["right"] is None] == []
+
+
+def test_figures_of_the_pages() -> None:
+    """Certify finds, and bisect names, as many as docs/certify.md and docs/bisect.md say; none wrongly."""
+    assert of_certify.counted() in of_certify.PAGE.read_text()
+    assert of_bisect.counted() in " ".join(of_bisect.PAGE.read_text().split())
+    assert all(row["side"] and row["right"] is not False for row in of_bisect.measured().values())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", of_certify.OUTSIDE)
+def test_certify(name: str) -> None:
+    found, before = of_certify.found(name), of_certify.measured()[name]
+    assert bool(found["found by"]) == bool(before["found by"]), found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", of_bisect.OUTSIDE)
+def test_bisect(world: None, name: str) -> None:
+    row, before = of_bisect.row_of(name, of_bisect.side_of(name)), of_bisect.measured()[name]
+    assert row["named"][:1] == before["named"][:1], row
