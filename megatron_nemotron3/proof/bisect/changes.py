@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -78,6 +79,7 @@ _INSIDE: dict[str, Change] = {
 #: Along the tokens: [b, s, channels].
 _MOVED: dict[str, Change] = {
     "{} one token late": lambda t: F.pad(t, (0, 0, 1, 0))[:, :-1],
+    "{} one token late, that of the first twice": lambda t: torch.cat([t[:, :1], t[:, :-1]], 1),
     "{} one token early": lambda t: F.pad(t, (0, 0, 0, 1))[:, 1:],
     "{} without that of the first token": lambda t: F.pad(t[:, 1:], (0, 0, 1, 0)),
     "the mean of {} so far": lambda t: t.cumsum(1) / torch.arange(1, t.shape[1] + 1)[None, :, None],
@@ -117,22 +119,13 @@ def listed(config: Nemotron3Config, token: int = 0) -> Iterator[Cause]:
 
     token: the first token that deviates, the same in all sequences; 0: no such one.
     """
-    for one in (*QUANTITIES, *MATRICES):
-        moved = _MOVED if one.tokens and one.kind != MODEL else {}
-        for words, change in (_PLAIN | moved).items():
-            yield one.cause(words, _everywhere(change), located=True)
-        for words, change in _ROUNDED.items():
-            yield one.cause(words, _everywhere(change), located=True, rounds=True)
-        for words, change in (_PLAIN | moved).items() if moved else ():
-            yield one.cause(f"{words} after the prompt", _between(None, None, change), located=True)
-            if token > 1:
-                yield one.cause(f"{words} from token {token} on", _between(token, None, change), located=True)
-                yield one.cause(f"{words} at token {token}", _between(token, token + 1, change), located=True)
-        for block, count in list(one.divisions(config))[1:] if one.name in _BY_BLOCK else ():
-            for number in range(count):
-                for words, change in _INSIDE.items():
-                    what = words.format(f"{block} {number} of {{}}")
-                    yield one.cause(what, _in_block(number, count, change), located=True)
+    every = (*QUANTITIES, *MATRICES)
+    movable = [one for one in every if one.tokens and one.kind != MODEL]
+    for quantities, changes in ((every, _PLAIN), (movable, _MOVED)):
+        for words, change in changes.items():
+            yield from (one.cause(words, _everywhere(change), located=True) for one in quantities)
+    for words, change in _ROUNDED.items():
+        yield from (one.cause(words, _everywhere(change), located=True, rounds=True) for one in every)
     if token > 1:
         for n, what in ((token, f"every {token} tokens"), (0, f"before token {token}")):
             yield Cause(f"no state of the scan from {what}", "M", layer=_cut_scan(token, n), located=True)
@@ -140,6 +133,17 @@ def listed(config: Nemotron3Config, token: int = 0) -> Iterator[Cause]:
                 f"no window of the convolution from {what}", "M", layer=_cut_conv(token, n), located=True
             )
             yield Cause(f"no keys from {what}", "*", layer=_cut_keys(token, n), located=True)
+    for words, change in (_PLAIN | _MOVED).items():
+        for one in movable:
+            yield one.cause(f"{words} after the prompt", _between(None, None, change), located=True)
+            if token > 1:
+                yield one.cause(f"{words} from token {token} on", _between(token, None, change), located=True)
+                yield one.cause(f"{words} at token {token}", _between(token, token + 1, change), located=True)
+    for one in (one for one in every if one.name in _BY_BLOCK):
+        for block, count in list(one.divisions(config))[1:]:
+            for number, (words, change) in product(range(count), _INSIDE.items()):
+                what = words.format(f"{block} {number} of {{}}")
+                yield one.cause(what, _in_block(number, count, change), located=True)
 
 
 def _edges(token: int, each: int, tokens: int) -> list[int]:

@@ -118,12 +118,15 @@ class Investigation:
         causes = [*self.causes, *segment.causes(side.experts, self.previous)]
         found = best(segment.evidence.explained(segment.trials(causes)))
         for more, trials in self._more(segment):
-            if found and found[0].after <= max(ENOUGH, NOTHING * found[0].before):
+            if found and _enough(found[0]):
                 break
             self.echo(f"{name}: trying {more}")
-            tried = list(trials)
-            causes += [cause for cause, *_ in tried]
-            found = best([*((one.after, one) for one in found), *segment.evidence.explained(tried)])
+            for trial in trials:
+                explained = segment.evidence.explained([trial])
+                causes += [trial[0]] if explained else []
+                found = best([*((one.after, one) for one in found), *explained])
+                if explained and _enough(explained[0][1]):
+                    break
         by_name = {cause.name: cause for cause in causes}
         whole = []
         for one in found:
@@ -229,6 +232,11 @@ class Investigation:
                     found.append({depth: row.view(-1) for depth, row in rows.items()})
                 yield cause, layers, _mtp_scored(recording, found)
                 bar.add(1)
+
+
+def _enough(one: CauseExplanation) -> bool:
+    """Whether an explanation needs no better one."""
+    return one.after <= max(ENOUGH, NOTHING * one.before)
 
 
 def _evidence(hypotheses: Hypotheses, recording: Recording, mtp: bool = False) -> Evidence:
