@@ -103,7 +103,7 @@ def test_both_deviate() -> None:
     other = recorded(tuple(engine.score(*one) for one in tokens()), FP32, False)
     found = compare(other, other)
     assert found.deviating == ["trainer", "engine"] and found.exit_status == 1
-    assert "both deviate" in found.lines()[-1] and "unknown cause" in "\n".join(found.lines())
+    assert "both deviate" in found.lines()[-1] and "no cause was tried" in "\n".join(found.lines())
 
 
 def _noisy(layer: int) -> tuple[Scored, ...]:
