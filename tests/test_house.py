@@ -31,7 +31,7 @@ ROOMS = {
     "checkpoints": 11770,
     "launch": 10460,
     "boundary": 4340,
-    "train": 10020,
+    "train": 10030,
     "specs": 260,
     "inference": 5840,
     "post_training": 5855,

@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
+import uuid
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +31,7 @@ from megatron_nemotron3.train.data.conversations import (
 from megatron_nemotron3.train.data.forms import Findings
 
 #: Version of the arrays.
-_FORMAT = 3
+_FORMAT = 4
 _NAMES = ("findings.json", "tokens.npy", "trained.npy", "origins.npy", "borders.npy")
 #: Conversations of `samples`, and characters of each.
 _SAMPLES, _SHOWN = 3, 1200
@@ -273,7 +275,7 @@ def _digest(tokenizer: str) -> bytes:
 
 
 def _write(path: str, encoder: Encoder | ConversationEncoder, folder: Path, form: str) -> None:
-    """Encode a file; the last array marks the folder as complete."""
+    """Encode a file into a folder, which gets its name when it is complete."""
     import numpy as np
 
     tokens, trained, origins, borders = array("i"), array("b"), array("q"), array("q", [0])
@@ -294,7 +296,16 @@ def _write(path: str, encoder: Encoder | ConversationEncoder, folder: Path, form
         np.array(origins, dtype=np.int64).reshape(-1, 3),
         np.array(borders, dtype=np.int64),
     )
-    with atomic_group(*(folder / name for name in _NAMES)) as places:
-        places[0].write_text(json.dumps(findings.lines(path)))
-        for place, values in zip(places[1:], arrays, strict=True):
-            np.save(place, values)
+    staging = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}")
+    try:
+        with atomic_group(*(staging / name for name in _NAMES)) as places:
+            places[0].write_text(json.dumps(findings.lines(path)))
+            for place, values in zip(places[1:], arrays, strict=True):
+                np.save(place, values)
+        try:
+            os.rename(staging, folder)
+        except OSError:  # another rank was first, and others read what it wrote
+            if not (folder / _NAMES[-1]).is_file():
+                raise
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)

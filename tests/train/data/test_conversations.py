@@ -451,6 +451,30 @@ def test_several_processes_encode_as_one(
     assert "fork" not in capfd.readouterr().err
 
 
+def test_ranks_that_encode_at_once_do_not_take_arrays_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one ends while others read what the first one wrote."""
+    path = write_lines(tmp_path / "c.jsonl", [{"messages": CHAT}] * 3)
+    tokenizer, encode = str(write_tokenizer(tmp_path / "t", TURNS)), packing.encoded_conversations
+    first: list[PackedConversations] = []
+
+    def slowly(*given: Any) -> Any:
+        monkeypatch.setattr(packing, "encoded_conversations", encode)
+        first.append(PackedConversations(str(path), tokenizer, 256))
+        yield from encode(*given)
+
+    monkeypatch.setattr(packing, "encoded_conversations", slowly)
+    kept: list[Any] = []
+    replace = packing.os.rename
+    monkeypatch.setattr(packing.os, "rename", lambda a, b: (replace(a, b), kept.append(b))[1])
+    second = PackedConversations(str(path), tokenizer, 256)
+    assert second.folder == first[0].folder and second.tokens == first[0].tokens
+    assert kept == [first[0].folder]
+    assert sorted(p.name for p in second.folder.iterdir()) == sorted(packing._NAMES)
+    assert [p.name for p in second.folder.parent.iterdir()] == [second.folder.name]
+
+
 @pytest.mark.parametrize("name", ["enable_thinkin", "nable_thinking", "thinking"])
 def test_a_part_of_the_name_of_a_variable_is_none(name: str, tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path / "t", TURNS + "{% if enable_thinking %} {% endif %}")
