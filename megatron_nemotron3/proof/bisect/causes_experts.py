@@ -26,6 +26,7 @@ from megatron_nemotron3.proof.bisect.causes import (
     step,
     where,
 )
+from megatron_nemotron3.proof.bisect.quantities import of_other_layer
 from megatron_nemotron3.proof.bisect.recompute import Steps
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -145,18 +146,7 @@ def _topk(context: Context, more: int) -> Steps | None:
 @where
 def _latent_of(context: Context, way: int, names: tuple[str, ...]) -> Steps | None:
     """Latent projections of the next layer of experts (1), or of the previous one (-1)."""
-    c = context.config
-    layers = [number for number, kind in enumerate(c.pattern) if kind == "E"]
-    if not c.moe_latent_size or context.layer not in layers:
-        return None
-    place = layers.index(context.layer) + way
-
-    def linear(plain: Any, x: Tensor, name: str) -> Any:
-        if any(part in name for part in names):
-            name = re.sub(r"layers\.\d+\.", f"layers.{layers[place]}.", name, count=1)
-        return plain(x, name)
-
-    return {"linear": linear} if 0 <= place < len(layers) else None
+    return of_other_layer(context, way, names) if context.config.moe_latent_size else None
 
 
 def _times(n: int) -> Make:

@@ -28,14 +28,10 @@ from megatron_nemotron3.proof.bisect.causes import (
     where,
     windowless,
 )
+from megatron_nemotron3.proof.bisect.quantities import in_proj_sizes
 
 #: Order of in_proj's parts.
 _PARTS = "z", "x", "B", "C", "dt"
-
-
-def _sizes(c: Nemotron3Config) -> list[int]:
-    bc = c.mamba_num_groups * c.mamba_state_dim
-    return [c.mamba_inner_size, c.mamba_inner_size, bc, bc, c.mamba_num_heads]
 
 
 def _joined(parts: list[int], ranks: int) -> Tensor:
@@ -54,7 +50,7 @@ def _in_proj(places: Tensor) -> Steps:
 
 @where
 def _parts_in_order(context: Context, order: list[int]) -> Steps:
-    sizes = _sizes(context.config)
+    sizes = in_proj_sizes(context.config)
     rows = torch.arange(sum(sizes)).split(sizes)
     return _in_proj(torch.cat([rows[part] for part in order]))
 
@@ -62,7 +58,7 @@ def _parts_in_order(context: Context, order: list[int]) -> Steps:
 @where
 def _part_in_order(context: Context, part: int, ranks: int, order: str) -> Steps | None:
     """The shards of ranks of one part of in_proj in another order."""
-    rows = list(torch.arange(sum(_sizes(context.config))).split(_sizes(context.config)))
+    rows = list(torch.arange(sum(in_proj_sizes(context.config))).split(in_proj_sizes(context.config)))
     places = shard_order(len(rows[part]), ranks, order)
     if places is None:
         return None
@@ -73,7 +69,7 @@ def _part_in_order(context: Context, part: int, ranks: int, order: str) -> Steps
 @where
 def _shards(context: Context, ranks: int, names: str) -> Steps | None:
     """Parts of the ranks joined as if the whole were one matrix: of in_proj, conv1d, or both."""
-    sizes = _sizes(context.config)
+    sizes = in_proj_sizes(context.config)
     if any(n % ranks for n in sizes):
         return None
     steps = dict(_in_proj(_joined(sizes, ranks))) if "in_proj" in names else {}

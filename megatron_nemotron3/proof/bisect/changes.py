@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import product
@@ -17,8 +16,13 @@ from megatron_nemotron3.models.parameters import Prefix
 from megatron_nemotron3.precision.quantizer import Spec, fake_quantize
 from megatron_nemotron3.proof.bisect.causes import LAYERS, MODEL, Cause, Context, Make, step, windowless
 from megatron_nemotron3.proof.bisect.causes_mixers import cut_scan
-from megatron_nemotron3.proof.bisect.quantities import MATRICES, QUANTITIES, Change
-from megatron_nemotron3.proof.bisect.recompute import Steps
+from megatron_nemotron3.proof.bisect.quantities import (
+    MATRICES,
+    QUANTITIES,
+    Change,
+    ChangeAt,
+    of_other_layer,
+)
 
 
 def _int8(t: Tensor) -> Tensor:
@@ -46,7 +50,7 @@ def _neighbours(t: Tensor) -> Tensor:
     return torch.cat([t[..., :even].unflatten(-1, (-1, 2)).flip(-1).flatten(-2), t[..., even:]], -1)
 
 
-#: Of any quantity; a change that rounds is known by its dtype.
+#: Of any quantity.
 _PLAIN: dict[str, Change] = {
     "no {}": torch.zeros_like,
     "twice {}": lambda t: 2 * t,
@@ -71,11 +75,7 @@ _ROUNDED: dict[str, Change] = {
 #: Quantities whose blocks are changed one by one: more would be too many.
 _BY_BLOCK = {"x of the scan", "B of the scan", "C of the scan", "the queries", "the keys", "the values"}
 #: Of one block of channels; factors of blocks are looked for besides.
-_INSIDE: dict[str, Change] = {
-    "{} in reverse order": lambda t: t.flip(-1),
-    "the two halves of {} swapped": lambda t: t.roll(t.shape[-1] // 2, -1),
-    "neighbouring channels of {} swapped": _neighbours,
-}
+_INSIDE = ("{} in reverse order", "the two halves of {} swapped", "neighbouring channels of {} swapped")
 #: Along the tokens: [b, s, channels].
 _MOVED: dict[str, Change] = {
     "{} one token late": lambda t: F.pad(t, (0, 0, 1, 0))[:, :-1],
@@ -86,14 +86,11 @@ _MOVED: dict[str, Change] = {
 }
 
 
-_Changed = Callable[[Tensor, Context], Tensor]
-
-
-def _everywhere(change: Change) -> _Changed:
+def _everywhere(change: Change) -> ChangeAt:
     return lambda t, c: change(t)
 
 
-def _between(first: int | None, stop: int | None, change: Change) -> _Changed:
+def _between(first: int | None, stop: int | None, change: Change) -> ChangeAt:
     """Of tokens `first` (None: after the prompt) to `stop` - 1 (None: all that follow)."""
 
     def of(t: Tensor, context: Context) -> Tensor:
@@ -104,7 +101,7 @@ def _between(first: int | None, stop: int | None, change: Change) -> _Changed:
     return of
 
 
-def _in_block(number: int, count: int, change: Change) -> _Changed:
+def _in_block(number: int, count: int, change: Change) -> ChangeAt:
     def of(t: Tensor, context: Context) -> Tensor:
         blocks = list(t.unflatten(-1, (count, -1)).unbind(-2))
         blocks[number] = change(blocks[number])
@@ -141,9 +138,9 @@ def listed(config: Nemotron3Config, token: int = 0) -> Iterator[Cause]:
                 yield one.cause(f"{words} at token {token}", _between(token, token + 1, change), located=True)
     for one in (one for one in every if one.name in _BY_BLOCK):
         for block, count in list(one.divisions(config))[1:]:
-            for number, (words, change) in product(range(count), _INSIDE.items()):
+            for number, words in product(range(count), _INSIDE):
                 what = words.format(f"{block} {number} of {{}}")
-                yield one.cause(what, _in_block(number, count, change), located=True)
+                yield one.cause(what, _in_block(number, count, _PLAIN[words]), located=True)
 
 
 def _edges(token: int, each: int, tokens: int) -> list[int]:
@@ -192,37 +189,19 @@ def residuals() -> Iterator[Cause]:
 _WEIGHTS: Mapping[str, tuple[str, ...]] = {
     "M": ("in_proj", "conv1d.weight", "conv1d.bias", "A_log", "mixer.D", "dt_bias", "mixer.norm", "out_proj"),
     "*": ("q_proj", "k_proj", "v_proj", "o_proj"),
-    "E": ("gate.weight", "correction_bias", "fc1_latent", "fc2_latent", "shared_experts", ".experts."),
+    "E": ("gate.weight", "correction_bias", "shared_experts", ".experts."),
 }
 
 
 def neighbours() -> Iterator[Cause]:
-    """Weights of the next or the previous layer of the kind, one tensor or all of them."""
+    """Weights of the next or the previous layer of the kind, one tensor or all of them.
+
+    The list of causes has latent projections.
+    """
     for kind, ends in _WEIGHTS.items():
-        for end in (*ends, "latent", "norm.weight", ""):
+        for end in (*ends, "norm.weight", ""):
             for way, of in ((-1, "previous"), (1, "next")):
                 what = end.removesuffix(".weight").removeprefix("mixer.").strip(".") or "every weight"
                 name = f"{what} of the {of} layer of its kind"
-                yield Cause(name, kind, layer=_neighbour(end, way), located=True)
-
-
-def _neighbour(end: str, way: int) -> Make:
-    def steps(context: Context) -> Steps | None:
-        pattern = context.config.pattern
-        if not 0 <= context.layer < len(pattern):
-            return None
-        layers = [n for n, kind in enumerate(pattern) if kind == pattern[context.layer]]
-        place = layers.index(context.layer) + way
-        if not 0 <= place < len(layers):
-            return None
-
-        def moved(name: str) -> str:
-            other = f"layers.{layers[place]}."
-            return re.sub(r"layers\.\d+\.", other, name, count=1) if end in name else name
-
-        return {
-            "weight": lambda plain, name: plain(moved(name)),
-            "linear": lambda plain, x, name: plain(x, moved(name)),
-        }
-
-    return steps
+                make = partial(of_other_layer, way=way, names=(end,))
+                yield Cause(name, kind, layer=make, located=True)

@@ -184,7 +184,7 @@ class Investigation:
                     bar.add(1)
 
         def fitted(alone: bool) -> Iterator[Trial]:
-            for one in QUANTITIES if self.general else ():
+            for one in QUANTITIES:
                 probe = one.cause("{}", lambda t, context: t)
                 for number, scope in enumerate(hypotheses.scopes(probe)):
                     if (number > 0 and len(scope) == 1) != alone or min(scope, default=0) >= stop:
@@ -200,6 +200,8 @@ class Investigation:
 
         # Factors in each layer before causes in each layer, which are many more.
         for alone, of_list in ((False, True), (False, False), (True, False), (True, True)):
+            if not (of_list or self.general):
+                continue
             what = f"{len(self.causes)} causes" if of_list else "factors of every quantity"
             self.echo(f"{side.name}: trying {what} in {'each layer' if alone else 'all layers'}")
             if of_list:

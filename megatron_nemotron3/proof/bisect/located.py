@@ -144,7 +144,8 @@ class LayerSegment:
 
     def factors(self) -> Iterator[Trial]:
         """The outputs with the factors of each quantity, and of its blocks, that explain best."""
-        pattern, config = self.hypotheses.model.config.pattern, self.hypotheses.model.config
+        config, token = self.hypotheses.model.config, 0 if self.last else self.first_token()
+        pattern = config.pattern
         for one in QUANTITIES:
             layers = tuple(
                 n for n in range(self.first, min(self.stop, len(pattern))) if one.kind in (LAYERS, pattern[n])
@@ -157,9 +158,9 @@ class LayerSegment:
                     lambda i: self._with(cause, layers, self.sequences[i]), self.evidence.plain
                 )
 
-            token = self.first_token() if one.tokens and not self.last else 0
             divided = [(*division, 0) for division in one.divisions(config)]
-            for block, count, start in (*divided, *([("", 1, token)] if token > 1 else [])):
+            divided += [("", 1, token)] if one.tokens and token > 1 else []
+            for block, count, start in divided:
                 left = 1.0
                 for cause in factors(one, block, count, compute, self.evidence.found, start):
                     if (rows := compute(cause)) is not None:

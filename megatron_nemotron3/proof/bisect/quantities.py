@@ -18,8 +18,9 @@ from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.proof.bisect.causes import LAYERS, MODEL, Cause, Context
 from megatron_nemotron3.proof.bisect.recompute import Steps
 
-#: A change of a quantity [b, s, channels], or of a weight.
+#: A change of a quantity [b, s, channels], or of a weight; and one that depends on the place.
 Change = Callable[[Tensor], Tensor]
+ChangeAt = Callable[[Tensor, Context], Tensor]
 #: Most blocks that are looked at one by one; of more, those of so many ranks.
 _BLOCKS, _RANKS = 32, 8
 #: Steps that compute a layer with a change of one quantity.
@@ -49,7 +50,7 @@ class Quantity:
         elif count and not count % _RANKS:
             yield "shard", _RANKS
 
-    def cause(self, words: str, change: Callable[[Tensor, Context], Tensor], **options: Any) -> Cause:
+    def cause(self, words: str, change: ChangeAt, **options: Any) -> Cause:
         """A cause with a change of this quantity; `words` have {} in its place."""
 
         def make(context: Context) -> Steps:
@@ -156,12 +157,38 @@ def _shares(context: Context, change: Change) -> Steps:
     return {"routed": routed}
 
 
+def in_proj_sizes(c: Nemotron3Config) -> list[int]:
+    """Rows of z, x, B, C and dt in Mamba's in_proj."""
+    bc = c.mamba_num_groups * c.mamba_state_dim
+    return [c.mamba_inner_size, c.mamba_inner_size, bc, bc, c.mamba_num_heads]
+
+
+def of_other_layer(context: Context, way: int, names: tuple[str, ...]) -> Steps | None:
+    """Weights whose names have one of these texts, of the next layer of the kind (1) or the previous one."""
+    pattern, number = context.config.pattern, context.layer
+    if not 0 <= number < len(pattern):
+        return None
+    layers = [n for n, kind in enumerate(pattern) if kind == pattern[number]]
+    place = layers.index(number) + way
+    if not 0 <= place < len(layers):
+        return None
+
+    def moved(name: str) -> str:
+        if not any(part in name for part in names):
+            return name
+        return re.sub(r"layers\.\d+\.", f"layers.{layers[place]}.", name, count=1)
+
+    return {
+        "weight": lambda plain, name: plain(moved(name)),
+        "linear": lambda plain, x, name: plain(x, moved(name)),
+    }
+
+
 def _part(number: int) -> Callable[[Nemotron3Config], slice]:
     """Rows of z, x, B, C and dt in in_proj."""
 
     def rows(c: Nemotron3Config) -> slice:
-        bc = c.mamba_num_groups * c.mamba_state_dim
-        sizes = [c.mamba_inner_size, c.mamba_inner_size, bc, bc, c.mamba_num_heads]
+        sizes = in_proj_sizes(c)
         return slice(sum(sizes[:number]), sum(sizes[: number + 1]))
 
     return rows
