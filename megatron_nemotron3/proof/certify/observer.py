@@ -58,10 +58,15 @@ def _file(folder: Path, rank: int, what: str) -> Path:
 
 
 class OptimizerObserver:
-    """Writes what this rank's optimizers see to a file, again after each step."""
+    """Writes what this rank's optimizers see to a file, again after each step.
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._file, self._facts = _file(folder, rank, "seen"), FirstStep(_file(folder, rank, "facts"))
+    Args:
+        own: note the weights that a step computes with (`MODEL`) and the facts of `read_facts`, too.
+    """
+
+    def __init__(self, folder: Path, rank: int, own: bool = False) -> None:
+        self._file = _file(folder, rank, "seen")
+        self._facts = FirstStep(_file(folder, rank, "facts")) if own else None
         self._models: dict[int, Any] = {}
         self._step = 0
         self._forward = False
@@ -88,8 +93,9 @@ class OptimizerObserver:
                 self._computed[id(module)] = [p.detach().clone() for p in module.parameters()]
 
         torch.nn.modules.module.register_module_forward_pre_hook(forward)
-        torch.nn.modules.module.register_module_forward_hook(computed)
-        self._facts.install()
+        if self._facts is not None:
+            torch.nn.modules.module.register_module_forward_hook(computed)
+            self._facts.install()
         optimizer.register_optimizer_step_pre_hook(self._before)
         optimizer.register_optimizer_step_post_hook(self._after)
 
@@ -98,7 +104,8 @@ class OptimizerObserver:
             self._forward, self._step = False, self._step + 1
         if not self._step:  # Megatron makes a step to allocate the state that it is to load
             return
-        self._facts.write(self._models.values())
+        if self._facts is not None:
+            self._facts.write(self._models.values())
         for parameter in _parameters(inner):
             if parameter.grad is not None:
                 self._note(GRADIENTS, parameter, parameter.grad)
@@ -147,9 +154,10 @@ class OptimizerObserver:
         for (step, kind), shards in self._shards.items():
             if step == self._step:
                 self._seen[step, kind] = _whole(models, kind, shards)
-        self._seen[self._step, MODEL] = [
-            piece for one in models for piece in _computed_pieces(one, self._computed[id(one)])
-        ]
+        if self._facts is not None:
+            self._seen[self._step, MODEL] = [
+                piece for one in models for piece in _computed_pieces(one, self._computed[id(one)])
+            ]
         with atomic(self._file) as part:
             torch.save(self._seen, part)
 

@@ -77,9 +77,7 @@ def own_precision(bench: Bench) -> Iterator[Finding]:
     words = (*random, *formats)
     where = f"{sizes}, {'BF16' if '--bf16' in given else 'FP32'}{' and random numbers' if random else ''}"
     try:
-        killed = scripts.run(
-            "layout", sizes, *scripts.saving, *words, killed_in=scripts.saved, draws_by_rank=True
-        )
+        killed = scripts.run("layout", sizes, *scripts.saving, *words, killed_in=scripts.saved, own=True)
     except RanksDiffer as problem:
         yield failed("copies on several ranks", where, str(problem))
         return
@@ -137,7 +135,7 @@ def masters(run: ScriptResult, where: str) -> Iterator[Finding]:
 
 
 def counters(run: ScriptResult, where: str) -> Iterator[Finding]:
-    """Yield whether every weight has made as many steps as the run, and every bias of an expert as well."""
+    """Yield whether the optimizer has counted every step of every weight."""
     for (step, kind), found in sorted(run.seen.items()):
         wrong = [k for k, t in found.items() if kind == "step" and not t.eq(step).all()]
         if wrong:

@@ -199,8 +199,8 @@ def _layouts(bench: Bench, seed: int) -> Iterator[Finding]:
         yield from (compare.verdict(distance, where) for distance in distances)
 
 
-def _imported(module: str, name: str) -> Callable[[Bench], Iterator[Finding]]:
-    """A stage that needs torch, and is imported when it begins."""
+def imported(module: str, name: str) -> Callable[[Bench], Iterator[Finding]]:
+    """Return a stage that needs torch, and is imported when it begins."""
 
     def findings(bench: Bench) -> Iterator[Finding]:
         yield from getattr(import_module(f"megatron_nemotron3.proof.certify.{module}"), name)(bench)
@@ -213,20 +213,20 @@ STAGES: tuple[Stage, ...] = (
     Stage("rules", rules, lambda bench: 0.1),
     Stage("number formats of the model", formats, lambda bench: 0.5),
     Stage("memory of a GPU", memory, lambda bench: 0.5),
-    Stage("one process against its definition", _imported("definition", "definition"), lambda bench: 8),
+    Stage("one process against its definition", imported("definition", "definition"), lambda bench: 8),
     Stage("number formats of the built model", built.census, lambda bench: 10),
     Stage("layouts against one process", layouts, lambda bench: 10 + bench.ranks),
     Stage(
         "the script itself",
-        _imported("script_stage", "script"),
+        imported("script_stage", "script"),
         lambda bench: 25 + 2.5 * bench.proxy.sizes[0].layout.world_size,
     ),
     Stage(
         "the script in its own precision",
-        _imported("own_precision", "own_precision"),
+        imported("own_precision", "own_precision"),
         lambda bench: 10 + 1.5 * bench.proxy.sizes[0].layout.world_size,
     ),
-    Stage("monitors", _imported("script_stage", "monitors"), lambda bench: 0.5),
+    Stage("monitors", imported("script_stage", "monitors"), lambda bench: 0.5),
     Stage("what needs a GPU", beyond, lambda bench: 0.1),
 )
 

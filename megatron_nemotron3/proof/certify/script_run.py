@@ -125,7 +125,7 @@ def run_script(
     folder: Path,
     timeout: float,
     killed_in: Path | None = None,
-    draws_by_rank: bool = False,
+    own: bool = False,
 ) -> None:
     """Run a script on the ranks of a case's layout.
 
@@ -133,7 +133,8 @@ def run_script(
         words: options of the launcher, the script and its own.
         folder: for logs and observations.
         killed_in: in this folder the ranks are killed when the second checkpoint is about to be complete.
-        draws_by_rank: whether weights are drawn as on GPUs, and not alike in all layouts.
+        own: whether weights are drawn as on GPUs, and not alike in all layouts, and what a step computes with
+            is noted, too.
 
     Raises:
         RuntimeError: a rank failed; the message is the last line of its traceback, or of its log.
@@ -146,9 +147,7 @@ def run_script(
         "MASTER_PORT": str(free_port()),
         **({BOOST: case.boost} if case.boost is not None else {}),
     }
-    call = Call(
-        _on_rank, (list(words), folder, case.fault, killed_in, draws_by_rank), environment=environment
-    )
+    call = Call(_on_rank, (list(words), folder, case.fault, killed_in, own), environment=environment)
     ranks = case.layout.world_size
     try:
         run_ranks(call, ranks, timeout=timeout, preload=PRELOAD)
@@ -209,7 +208,7 @@ def _on_rank(
     folder: Path,
     fault: Callable[[], None] | None,
     killed_in: Path | None,
-    draws_by_rank: bool,
+    own: bool,
 ) -> None:
     from megatron_nemotron3.cpu.async_save import forked_results
     from megatron_nemotron3.cpu.megatron import initialized_by_rank
@@ -227,11 +226,11 @@ def _on_rank(
     os.environ["PYTHONWARNINGS"] = "ignore"
     if fault is not None:
         fault()
-    OptimizerObserver(folder, rank).install()
+    OptimizerObserver(folder, rank, own).install()
     if killed_in is not None and rank == 0:
         _kill_all_in_the_second_save(killed_in, folder)
     try:
-        with forked_results(), initialized_by_rank() if draws_by_rank else nullcontext():
+        with forked_results(), initialized_by_rank() if own else nullcontext():
             main(list(argv))
     except SystemExit as end:  # a script may leave by it
         if end.code:

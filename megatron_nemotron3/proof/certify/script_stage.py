@@ -150,13 +150,13 @@ class ScriptRuns:
         *options: str,
         watched: bool = False,
         killed_in: Path | None = None,
-        draws_by_rank: bool = False,
+        own: bool = False,
     ) -> ScriptResult:
         place, case = self.folder / name, self.bench.case(sizes)
         log = ("--tensorboard-dir", str(place / "tensorboard")) if watched else ()
         launcher = ("--device", "cpu", "--monitor", str(int(watched)))
         words = (*launcher, str(self.script), *case.argv(), *self.options, *log, *options)
-        run_script(words, case, place, self.bench.timeout, killed_in, draws_by_rank)
+        run_script(words, case, place, self.bench.timeout, killed_in, own)
         ranks = case.layout.world_size
         return ScriptResult(observer.read(place, ranks), curve_of(place, ranks))
 

@@ -56,12 +56,6 @@ class FaultyBench(Bench):
         return Scenario(**(own | healthy | dict(self.changes) | changes))
 
 
-def _definition(bench: Bench) -> Iterator[Finding]:
-    from megatron_nemotron3.proof.certify.definition import definition
-
-    yield from definition(bench)
-
-
 def _saving(bench: Bench) -> Iterator[Finding]:
     """Save after each step of two, all ranks killed in the second save, and read what was saved first."""
     from megatron_nemotron3.proof.certify import script_stage
@@ -114,17 +108,12 @@ def _healthy_save(flags: tuple[Flag, ...], ranks: int) -> tuple[Any, Any]:
     return _killed(Bench(proxy=_proxy(flags, ranks), flags=flags, folder=Path(folder.name)))
 
 
-def _own_precision(bench: Bench) -> Iterator[Finding]:
-    from megatron_nemotron3.proof.certify.own_precision import own_precision
-
-    yield from own_precision(bench)
-
-
 #: Stages of the proof, or parts of them, by the names that the catalogue has.
 STAGES: dict[str, Callable[[Any], Iterator[Finding]]] = {
     "layouts": proof.layouts,
-    "definition": _definition,
-    "own precision": _own_precision,
+    "definition": proof.imported("definition", "definition"),
+    "own precision": proof.imported("own_precision", "own_precision"),
+    "script": proof.imported("script_stage", "script"),
     "saving": _saving,
     "resuming": _resuming,
     "export": _export,

@@ -11,17 +11,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.launch import command_line
-from megatron_nemotron3.proof.certify import proof
-from megatron_nemotron3.proof.certify.bench import Bench, Finding, last_line
+from megatron_nemotron3.proof.certify.bench import last_line
 from tests.proof.certify import faults
-from tests.proof.certify.catalogue import LAUNCHES
+from tests.proof.certify.catalogue import Fault
 from tests.proof.certify.outside_faults import OUTSIDE
 
 PAGE = Path(__file__).parents[3] / "docs" / "certify.md"
@@ -29,45 +25,23 @@ PAGE = Path(__file__).parents[3] / "docs" / "certify.md"
 GOLDEN = Path(__file__).parents[2] / "golden" / "certify_outside.json"
 
 
-def _script(bench: Bench) -> Iterator[Finding]:
-    from megatron_nemotron3.proof.certify.script_stage import script
-
-    yield from script(bench)
-
-
-STAGES: dict[str, Callable[[Any], Iterator[Finding]]] = {
-    "layouts": proof.layouts,
-    "definition": faults.STAGES["definition"],
-    "own precision": faults.STAGES["own precision"],
-    "script": _script,
-}
+#: Names of the stages of `faults`, in turn.
+STAGES = ("layouts", "definition", "own precision", "script")
 
 
 def found(name: str) -> dict[str, Any]:
     """What certify finds of a fault, by the first stage that fails."""
-    fault = OUTSIDE[name]
-    given = LAUNCHES[fault.launch]
+    outside = OUTSIDE[name]
+    fault = Fault(outside.patch, outside.launch, (), outside.source, everywhere=outside.in_one_process)
     row = {
-        "what": " ".join((fault.patch.__doc__ or "").split()),
+        "what": fault.what,
         "launch": fault.launch,
         "source": fault.source,
         "found by": [],
         "crash": "",
     }
-    for stage, findings in STAGES.items():
-        with tempfile.TemporaryDirectory() as folder:
-            flags = tuple(command_line.read_launch(given.text(Path(folder))).flags)
-            padded = {"documents": given.documents, "padded": given.padded}
-            bench = faults.FaultyBench(
-                proxy=faults._proxy(flags, given.ranks),
-                flags=flags,
-                folder=Path(folder),
-                gpu=given.gpu,
-                fault=fault.patch,
-                everywhere=fault.in_one_process,
-                changes={} if given.padded is None else padded,
-            )
-            failures = faults.failures(list(findings(bench)))
+    for stage in STAGES:
+        failures = faults.failures(faults.run(fault.launch, stage, fault))
         # A run that crashes is no fault that ends in silence.
         row["crash"] = failures.pop("training").detail if "training" in failures else row["crash"]
         if failures:
