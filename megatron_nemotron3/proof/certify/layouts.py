@@ -8,6 +8,7 @@ error of a combination where both are.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +16,13 @@ from typing import TypeVar
 
 from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.models import pattern as patterns
+
+#: A sequence that tensor (sequence) parallelism, context parallelism and stages cut together.
+_TRIPLE = ("CP", "PP", "TP")
+#: Largest number of micro-batches of a step that is tried, if it need not be more.
+_MICROBATCHES = 20
+#: Layouts that stand for a large one, so that a proof takes about two minutes.
+MOST = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,29 +55,94 @@ class Sizes:
         return frozenset(name for name, holds in above.items() if holds)
 
     @cached_property
-    def pairs(self) -> frozenset[tuple[str, str]]:
-        return frozenset(itertools.combinations_with_replacement(sorted(self.features), 2))
+    def pairs(self) -> frozenset[tuple[str, ...]]:
+        """Every pair of features, and the triple that cuts one sequence three times."""
+        pairs: set[tuple[str, ...]] = {*itertools.combinations_with_replacement(sorted(self.features), 2)}
+        return frozenset(pairs | ({_TRIPLE} if self.features.issuperset(_TRIPLE) else set()))
 
     def __str__(self) -> str:
         instances = f", {self.instances} optimizer instances" if self.instances > 1 else ""
         return f"{self.layout}{instances}"
 
 
-def cover(large: Sizes, ranks: int, most: int = 3) -> tuple[list[Sizes], list[tuple[str, str]]]:
-    """Choose small layouts that together have the pairs of features of a large one.
+def cover(
+    large: Sizes, ranks: int, count: int | None = None
+) -> tuple[list[Sizes], dict[tuple[str, ...], str]]:
+    """Choose small layouts that have the pairs of features of a large one; return what they lack, and why.
 
-    The first has as many pairs as fit, and each further one as many of the missing pairs as fit. Of equal
-    ones the smallest world is taken.
+    Of all choices of up to `MOST` layouts it is one with the most pairs, then the fewest layouts, then those
+    whose pipelines a batch fills as that of the launch does (`microbatches`), then the smallest worlds. The
+    layout with the most pairs is the first.
+
+    Args:
+        count: micro-batches of a rank of the launch.
     """
-    candidates = [sizes for sizes in _candidates(large, ranks) if sizes.features <= large.features]
-    missing, chosen = set(large.pairs), list[Sizes]()
-    while missing and len(chosen) < most:
-        best = max(candidates, key=lambda sizes: (len(sizes.pairs & missing), -sizes.layout.world_size))
-        if not best.pairs & missing:
-            break
-        chosen.append(best)
-        missing -= best.pairs
-    return chosen or [Sizes(layout=ParallelLayout())], sorted(missing)
+    smallest: dict[tuple[frozenset[str], int], Sizes] = {}
+    for sizes in _candidates(large, ranks):
+        if sizes.features <= large.features:
+            held = smallest.setdefault((sizes.features, sizes.layout.pp), sizes)
+            if sizes.layout.world_size < held.layout.world_size:
+                smallest[sizes.features, sizes.layout.pp] = sizes
+    # What another layout of no larger world has, too, is no choice.
+    candidates = [
+        one
+        for (features, pp), one in smallest.items()
+        if not any(
+            pp == stages and features < more and other.layout.world_size <= one.layout.world_size
+            for (more, stages), other in smallest.items()
+        )
+    ]
+    numbers = {pair: 1 << n for n, pair in enumerate(sorted(large.pairs))}
+    held_by = [sum(numbers[pair] for pair in sizes.pairs) for sizes in candidates]
+    best: dict[tuple[int, int], list[list[Sizes]]] = {}
+    for size in range(1, MOST + 1):
+        for choice in itertools.combinations(range(len(candidates)), size):
+            union = 0
+            for index in choice:
+                union |= held_by[index]
+            worth = union.bit_count(), -size
+            if worth >= max(best, default=worth):
+                best.setdefault(worth, []).append([candidates[index] for index in choice])
+
+    def fitting(choice: Sequence[Sizes]) -> tuple[int, int]:
+        layouts = [one.layout for one in choice]
+        return microbatches(large.layout, count, layouts)[0], -sum(one.world_size for one in layouts)
+
+    chosen = max(best[max(best)], key=fitting)
+    chosen.sort(key=lambda sizes: (-len(sizes.pairs), sizes.layout.world_size))
+    possible = frozenset().union(*(sizes.pairs for sizes in candidates))
+    missing = large.pairs.difference(*(sizes.pairs for sizes in chosen))
+    reasons = (f"needs more than {ranks} ranks (--ranks)", f"needs more than {MOST} layouts")
+    return chosen, {pair: reasons[pair in possible] for pair in sorted(missing)}
+
+
+def microbatches(
+    large: ParallelLayout, count: int | None, layouts: Sequence[ParallelLayout]
+) -> tuple[int, int]:
+    """Return how many pipelines a batch fills as that of a launch does, and its number of micro-batches.
+
+    Args:
+        large: layout of the launch.
+        count: micro-batches of one of its ranks; None: not known.
+        layouts: of a proxy; all have the same batch.
+    """
+
+    def compared(number: int, pp: int) -> int:
+        return (number > pp) - (number < pp)
+
+    def kept(total: int, layout: ParallelLayout) -> bool:
+        number = total // layout.dp
+        if layout.pp == 1 or large.pp == 1:
+            return (number > 1) == (count != 1)
+        return compared(number, layout.pp) == compared(count or large.pp + 1, large.pp)
+
+    step = math.lcm(*(one.dp * (one.pp if one.vpp > 1 else 1) for one in layouts))
+    totals = range(step, max(4 * step, _MICROBATCHES) + 1, step)
+    worths = (
+        (sum((2 if one.pp > 1 else 1) * kept(total, one) for one in layouts), -total) for total in totals
+    )
+    worth, total = max(worths)
+    return worth, -total
 
 
 def _candidates(large: Sizes, ranks: int) -> Iterator[Sizes]:

@@ -157,12 +157,10 @@ def make(request: LaunchRequest, ranks: int, version: str | None = None) -> Prox
     merged = merged_options(request.flags)
     launch = full_launch(merged, request.world_size, request.vocab_size)
     remarks = [Remark(what, instead) for what, instead in launch.assumed]
-    sizes, missing = cover(launch.sizes, ranks)
+    sizes, missing = cover(launch.sizes, ranks, small.own_microbatches(launch))
     remarks += [
-        Remark(
-            " with ".join(dict.fromkeys(pair)), f"needs more than {ranks} ranks (--ranks)", Treatment.UNTESTED
-        )
-        for pair in missing
+        Remark(" with ".join(dict.fromkeys(pair)), reason, Treatment.UNTESTED)
+        for pair, reason in missing.items()
     ]
     known = versions.chosen(version)
     if lacking := parser.unknown((flag.name for flag in merged.flags), known):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models import pattern as patterns
 from megatron_nemotron3.proof.certify.case import TrainingCase
 from megatron_nemotron3.proof.certify.large import FullLaunch
-from megatron_nemotron3.proof.certify.layouts import Sizes
+from megatron_nemotron3.proof.certify.layouts import Sizes, microbatches
 
 #: Tokens of a sequence: three chunks of the scan (64) and a rest; CP cuts inside a chunk, NVFP4 takes 16.
 SEQUENCE = 224
@@ -24,8 +23,6 @@ _HIDDEN = 64
 _DOCUMENTS = (91, 5, 128)
 #: The same in multiples of 2 * CP, to which `--sft` pads each document.
 _EVEN = (88, 8, 128)
-#: Largest number of micro-batches of a step that is tried, if it need not be more.
-_MOST = 20
 
 
 def small_model(
@@ -128,12 +125,13 @@ def training(launch: FullLaunch, config: Nemotron3Config, sizes: Sequence[Sizes]
     packed = sft or borders
     micro = 1 if packed or (given.get("--micro-batch-size") or ("1",))[0] == "1" else 2
     cp = launch.sizes.layout.cp > 1
+    layouts = [one.layout for one in sizes]
     return TrainingCase(
         config=config,
         steps=2,
         seq_length=SEQUENCE,
         micro_batch_size=micro,
-        sequences=micro * _microbatches(launch, sizes),
+        sequences=micro * microbatches(launch.sizes.layout, own_microbatches(launch), layouts)[1],
         mask="random" if sft or "--eod-mask-loss" in given else "none",
         documents=(_EVEN if sft and cp else _DOCUMENTS) if packed else None,
         cut_whole=borders and not sft and cp,
@@ -141,29 +139,7 @@ def training(launch: FullLaunch, config: Nemotron3Config, sizes: Sequence[Sizes]
     )
 
 
-def _microbatches(launch: FullLaunch, sizes: Sequence[Sizes]) -> int:
-    """Return the micro-batches of all data-parallel ranks together, the same number in all layouts."""
-    large, own = launch.sizes.layout, _own_microbatches(launch)
-
-    def kept(total: int, layout: ParallelLayout) -> bool:
-        count = total // layout.dp
-        if layout.pp == 1 or large.pp == 1:
-            return (count > 1) == (own != 1)
-        return _compared(count, layout.pp) == _compared(own or large.pp + 1, large.pp)
-
-    every = [s.layout for s in sizes]
-    step = math.lcm(*(one.dp * (one.pp if one.vpp > 1 else 1) for one in every))
-    return max(
-        range(step, max(4 * step, _MOST) + 1, step),
-        key=lambda total: (sum((2 if one.pp > 1 else 1) * kept(total, one) for one in every), -total),
-    )
-
-
-def _compared(count: int, pp: int) -> int:
-    return (count > pp) - (count < pp)
-
-
-def _own_microbatches(launch: FullLaunch) -> int | None:
+def own_microbatches(launch: FullLaunch) -> int | None:
     """Return the micro-batches of a rank of the launch; None if the options do not say."""
     sizes = [(launch.given.get(name) or ("",))[0] for name in ("--global-batch-size", "--micro-batch-size")]
     if not launch.world_known or not all(size.isdecimal() and int(size) for size in sizes):

@@ -373,6 +373,15 @@ def test_small_layouts_cover_a_large_one(layout: ParallelLayout, instances: int)
     assert len(cover(large, 16)[1]) <= len(cover(large, 8)[1])
 
 
+def test_what_is_left_out_says_why() -> None:
+    """Eight ranks hold TP, PP and CP at once; three layouts do not have all that meets in a middle stage."""
+    large = Sizes(layout=ParallelLayout(tp=8, pp=4, cp=2, dp=8, ep=16, sp=True))
+    chosen, missing = cover(large, 8)
+    assert any({"TP", "PP", "CP"} <= sizes.features for sizes in chosen)
+    assert missing["PP, stages in the middle", "TP"] == "needs more than 3 layouts"
+    assert cover(large, 4)[1]["CP", "PP", "TP"] == "needs more than 4 ranks (--ranks)"
+
+
 @settings(max_examples=10, deadline=None)
 @given(layout=st.integers(0, 6).flatmap(lambda n: layouts(2**n)), experts=st.sampled_from((1, 4)))
 def test_small_layouts_fit_the_small_model(layout: ParallelLayout, experts: int) -> None:
