@@ -91,6 +91,8 @@ class Bench:
     gpu: str | None = None
     #: Megatron-LM whose script the launch runs; None: this package's script.
     checkout: Path | None = None
+    #: Megatron-LM that is compared with the installed one.
+    against: Path | None = None
     #: Seconds after which a run counts as hung.
     timeout: float = 300
     #: Importable function called on every rank before anything is built. Tests break something with it.

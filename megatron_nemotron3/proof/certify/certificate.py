@@ -23,6 +23,8 @@ from megatron_nemotron3.proof.certify.proxy import ProxyLaunch
 
 SCHEMA = 1
 JSON, PAGE = "certificate.json", "certificate.md"
+#: Of a comparison with another Megatron.
+UPGRADE_JSON, UPGRADE_PAGE = "upgrade.json", "upgrade.md"
 #: Options whose value is a file that decides what is computed: its content counts, not its name.
 FILES = ("--te-precision-config-file", "--fp8-recipe-file", "--quant-recipe-file")
 #: Keys of a normalised command that are no options.
@@ -83,11 +85,11 @@ def versions(checkout: Path | None) -> dict[str, str]:
         except metadata.PackageNotFoundError:
             found[package] = "not installed"
     if checkout is not None:
-        found["Megatron-LM"] = _revision(checkout)
+        found["Megatron-LM"] = revision(checkout)
     return found
 
 
-def _revision(checkout: Path) -> str:
+def revision(checkout: Path) -> str:
     """Return the version of a checkout and its commit, read without git."""
     version = core.version_in(checkout / "megatron/core")
     try:
@@ -163,11 +165,13 @@ def _finite(value: float | None) -> float | str | None:
     return value if value is None or abs(value) < float("inf") else repr(value)
 
 
-def write(folder: Path, data: Mapping[str, Any]) -> None:
-    """Write `certificate.json` and `certificate.md`, both or none."""
-    with atomic_group(folder / PAGE, folder / JSON) as (page, document):
+def write(folder: Path, data: Mapping[str, Any]) -> Path:
+    """Write a certificate, or a comparison, as JSON and as a page, both or none; return the page."""
+    names = (UPGRADE_PAGE, UPGRADE_JSON) if "against" in data else (PAGE, JSON)
+    with atomic_group(*(folder / name for name in names)) as (page, document):
         write_text(page, render(data))
         write_bytes(document, (json.dumps(data, indent=1, allow_nan=False) + "\n").encode())
+    return folder / names[0]
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -209,7 +213,7 @@ def render(data: Mapping[str, Any]) -> str:
 def _head(data: Mapping[str, Any]) -> list[str]:
     proxy = data["twin"]
     return [
-        f"# Certificate: {_cell(data['title'])}",
+        f"# {'Upgrade' if 'against' in data else 'Certificate'}: {_cell(data['title'])}",
         "",
         *_summary(data),
         "",
@@ -218,6 +222,7 @@ def _head(data: Mapping[str, Any]) -> list[str]:
         f"| command | `{data['hash']}` |",
         f"| date | {data['date']}, {data['seconds']:.0f} s |",
         f"| versions | {', '.join(f'{name} {version}' for name, version in data['versions'].items())} |",
+        *([f"| compared with | {_cell(data['against'])} |"] if "against" in data else []),
         f"| model | `{_cell(data['model']['pattern'])}`, hidden size {data['model']['hidden_size']} |",
         f"| layout | {data['layout']} |",
         f"| proxy | `{_cell(proxy['pattern'])}`, hidden size {proxy['hidden_size']}, "
@@ -248,6 +253,15 @@ def _summary(data: Mapping[str, Any]) -> list[str]:
     wrong = names(PropertyState.FAIL)
     proved = [name for name in names(PropertyState.PASS) if name not in wrong]
     unproved = names(PropertyState.UNTESTED, *proved)
+    if "against" in data:
+        before, after = data["versions"]["megatron-core"], data["against"]
+        lines = [
+            f"**Differs** from {before} to {after}: {', '.join(wrong) or 'nothing'}.",
+            f"**Same**: {', '.join(proved)}, on a proxy in FP32 ({small}), in "
+            f"{'; '.join(['one process', *proxy['layouts']])} in place of {data['layout']}{ranks}.",
+            f"**Not compared**: {', '.join(unproved) or 'nothing else'}.",
+        ]
+        return "\n\n".join(map(_cell, lines)).split("\n")
     replaced = [one[1] for one in proxy["remarks"] if one[0] == table.Treatment.REPLACED.value]
     lines = [f"**FAILED** ({len(wrong)} of the properties): {', '.join(wrong)}."] if wrong else []
     lines += [

@@ -23,8 +23,8 @@ from megatron_nemotron3.launch.command import add_launch, add_published, add_set
 from megatron_nemotron3.models.command import ModelOptions
 from megatron_nemotron3.proof.certify import certificate
 from megatron_nemotron3.proof.certify.bench import Bench, Finding, PropertyState, failed, last_line
-from megatron_nemotron3.proof.certify.large import LaunchRequest, checkout, read
-from megatron_nemotron3.proof.certify.proof import STAGES, Stage, prove
+from megatron_nemotron3.proof.certify.large import LaunchRequest, checkout, checkout_in, read
+from megatron_nemotron3.proof.certify.proof import STAGES, UPGRADE, Stage, prove
 from megatron_nemotron3.proof.certify.proxy import ProxyLaunch, make, proxy_lines
 
 #: Worlds that `--ranks` may name.
@@ -33,6 +33,8 @@ RANKS = (2, 4, 8, 16, 32)
 #: (docs/measurements.md).
 RANK_GIB, OWN_GIB = 0.5, 0.8
 _GIB = 2**30
+#: Characters of a finding on the console.
+_LONG = 400
 #: Exit status of --check for a certificate that other versions made.
 OTHER_VERSIONS = 3
 _WORD = {PropertyState.PASS: "pass", PropertyState.FAIL: "FAIL", PropertyState.UNTESTED: "-"}
@@ -48,6 +50,9 @@ class ProofOptions:
     ranks: int = _option("maximum number of ranks of a test (default 8)", "N", default=8, choices=RANKS)
     gpus: int | None = _option("number of GPUs of the whole job, if LAUNCH does not state it", "N")
     output: Path = _option("output folder (default: the current one)", "DIR", default=Path())
+    against: Path | None = _option(
+        "checkout of another Megatron-LM to compare with; nothing is proven", "DIR"
+    )
     check: Path | None = _option("certificate to compare with LAUNCH; nothing is run", "CERTIFICATE")
 
 
@@ -68,10 +73,13 @@ def register(commands: Any) -> None:
 
 
 def certify(options: argparse.Namespace, command: argparse.ArgumentParser) -> int:
-    """Prove a launch. Exit status 0 if nothing failed, else 1."""
+    """Prove a launch, or compare two versions of Megatron by it. Exit status 0 if nothing failed, else 1."""
     request = read(options, command)
     normalised = certificate.normalised(request)
+    against = options.against and checkout_in(options.against, f"--against {options.against}")
     if options.check is not None:
+        if against:
+            raise ValueError("--check runs nothing: drop --against")
         return _check(options, normalised)
     for package in ("torch", "megatron"):  # what the ranks compute with
         if importlib.util.find_spec(package) is None:
@@ -79,7 +87,8 @@ def certify(options: argparse.Namespace, command: argparse.ArgumentParser) -> in
     proxy = make(request, options.ranks)
     source, folder = checkout(), options.output
     _require_memory(max(sizes.layout.world_size for sizes in proxy.sizes))
-    _require_folder(folder)
+    document = certificate.UPGRADE_JSON if against else certificate.JSON
+    _require_folder(folder, document)
     begun = time.monotonic()
     with (
         result(options.json),
@@ -97,8 +106,9 @@ def certify(options: argparse.Namespace, command: argparse.ArgumentParser) -> in
             emulate=request.emulate,
             gpu=options.gpu,
             checkout=source,
+            against=against,
         )
-        findings = list(_shown(bench))
+        findings = list(_shown(bench, UPGRADE if against else STAGES))
         data = certificate.make(
             title=request.title,
             command=normalised,
@@ -107,11 +117,12 @@ def certify(options: argparse.Namespace, command: argparse.ArgumentParser) -> in
             checkout=source,
             seconds=time.monotonic() - begun,
         )
-        certificate.write(folder, data)
+        if against:
+            data["against"] = certificate.revision(against)
+        page = certificate.write(folder, data)
         say(
-            f"\n{_verdict(findings)}, {data['seconds']:.0f} s: {folder / certificate.JSON}, "
-            f"{folder / certificate.PAGE}",
-            certificate=folder / certificate.JSON,
+            f"\n{_verdict(findings)}, {data['seconds']:.0f} s: {folder / document}, {page}",
+            certificate=folder / document,
             **data,
         )
     return 0 if data["passed"] else 1
@@ -120,6 +131,8 @@ def certify(options: argparse.Namespace, command: argparse.ArgumentParser) -> in
 def _check(options: argparse.Namespace, command: dict[str, list[str]]) -> int:
     """Exit status 0, 1 for another command or a certificate that failed, else 3 for other versions."""
     data = certificate.read(options.check)
+    if "against" in data:
+        raise ValueError(f"{options.check} compares two versions of Megatron: give a certificate")
     differing = certificate.differences(data["command"], command)
     now = certificate.versions(checkout())
     versions = [
@@ -152,9 +165,9 @@ def _introduction(request: LaunchRequest, proxy: ProxyLaunch) -> Iterator[str]:
     yield ""
 
 
-def _shown(bench: Bench) -> Iterator[Finding]:
-    with _Progress(STAGES, bench) as progress:
-        for stage in STAGES:
+def _shown(bench: Bench, stages: Sequence[Stage]) -> Iterator[Finding]:
+    with _Progress(stages, bench) as progress:
+        for stage in stages:
             progress.begin(stage)
             found = list(_finished(stage, bench))
             with progress.paused():
@@ -193,6 +206,7 @@ def _lines(findings: Sequence[Finding]) -> Iterator[str]:
 def _line(one: Finding) -> str:
     numbers = f"{one.difference:.2g} of {one.tolerance:.4g}  " if one.difference and one.tolerance else ""
     detail = ": ".join(part for part in (one.where, one.detail) if part)
+    detail = detail if len(detail) <= _LONG else f"{detail[:_LONG]}… (whole on the page)"
     return f"{_WORD[one.state]:<5} {one.name:<30}  {numbers}{detail}".rstrip()
 
 
@@ -276,7 +290,7 @@ def _quiet() -> Iterator[None]:
             logging.disable(before)
 
 
-def _require_folder(folder: Path) -> None:
+def _require_folder(folder: Path, document: str) -> None:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output {folder} is not a folder")
     parent = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
@@ -285,8 +299,8 @@ def _require_folder(folder: Path) -> None:
             pass
     except OSError as problem:
         raise ValueError(f"--output {folder}: no file can be made in {parent}: {problem.strerror}") from None
-    if (folder / certificate.JSON).exists():
-        certificate.read(folder / certificate.JSON)
+    if (folder / document).exists():
+        certificate.read(folder / document)
 
 
 def _require_memory(ranks: int) -> None:

@@ -149,12 +149,21 @@ def farthest(what: str, expected: Tensors, found: Tensors, allowed: Tensors) -> 
     for key in sorted(expected.keys() ^ found.keys()):
         return Distance(what, key, float("inf"), float("inf"))
     worst = Distance(what, "", 0.0, 0.0)
-    for key, value in expected.items():
-        difference = float((value - found[key]).abs().max())
-        share = difference / max(float(allowed[key]), 1e-300) if difference else 0.0
+    for key, (difference, share) in shares(expected, found, allowed).items():
         if not share <= worst.share:  # larger, or not a number
-            worst = Distance(what, key, share, difference / max(float(value.abs().max()), 1e-300))
+            largest = max(float(expected[key].abs().max()), 1e-300)
+            worst = Distance(what, key, share, difference / largest)
     return worst
+
+
+def shares(expected: Tensors, found: Tensors, allowed: Tensors) -> dict[str, tuple[float, float]]:
+    """Return the largest difference of each tensor that two sets have, and its share of what is allowed."""
+    result = {}
+    for key in (key for key in expected if key in found):
+        difference = float((expected[key] - found[key]).abs().max())
+        share = difference / max(float(allowed[key]), 1e-300) if difference else 0.0
+        result[key] = (difference, share)
+    return result
 
 
 def compared(one: TrainingCase, base: Result, found: Result) -> Iterator[Distance]:

@@ -240,7 +240,7 @@ CHECKOUT = "MEGATRON_LM_DIR"
 #: Options that go with a script or arguments; the others describe a launch by the NAME of a model.
 BESIDE = (
     *("name", "command", "run", "extra", "json", "set", "trust_script", "ranks", "gpu", "gpus", "output"),
-    *("check", "command_line", "main"),
+    *("check", "against", "command_line", "main"),
 )
 _OWN = (".json", ".py")
 
@@ -291,9 +291,14 @@ def checkout(environment: Mapping[str, str] = os.environ) -> Path | None:
     named = environment.get(CHECKOUT)
     if not named:
         return None
-    folder = Path(named)
-    for part in ("pretrain_hybrid.py", "megatron/core/package_info.py"):
+    folder = checkout_in(Path(named), f"{CHECKOUT}={named}", "pretrain_hybrid.py")
+    versions.require_imported(folder)
+    return folder
+
+
+def checkout_in(folder: Path, given: str, *files: str) -> Path:
+    """Return the whole path of a checkout of Megatron-LM; raise ValueError for a folder that is none."""
+    for part in (*files, "megatron/core/package_info.py"):
         if not (folder / part).is_file():
-            raise ValueError(f"{CHECKOUT}={named} is no checkout of Megatron-LM 0.19 or newer: no {part}")
-    versions.require_imported(folder.resolve())
+            raise ValueError(f"{given} is no checkout of Megatron-LM 0.19 or newer: no {part}")
     return folder.resolve()

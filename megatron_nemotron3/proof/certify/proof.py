@@ -46,7 +46,7 @@ def version_of(checkout: Path | None) -> str:
 
 def parser(bench: Bench) -> Iterator[Finding]:
     """Yield whether Megatron's parser takes every option and value of the launch."""
-    for version in dict.fromkeys((versions.chosen(), version_of(bench.checkout))):
+    for version in dict.fromkeys((versions.chosen(), version_of(bench.checkout), version_of(bench.against))):
         if version not in versions.KNOWN:
             yield untested(ACCEPTED, f"the options of megatron-core {version} are not known")
             continue
@@ -208,8 +208,9 @@ def imported(module: str, name: str) -> Callable[[Bench], Iterator[Finding]]:
     return findings
 
 
+_PARSER = Stage("Megatron's parser", parser, lambda bench: 4)
 STAGES: tuple[Stage, ...] = (
-    Stage("Megatron's parser", parser, lambda bench: 4),
+    _PARSER,
     Stage("rules", rules, lambda bench: 0.1),
     Stage("number formats of the model", formats, lambda bench: 0.5),
     Stage("memory of a GPU", memory, lambda bench: 0.5),
@@ -227,6 +228,13 @@ STAGES: tuple[Stage, ...] = (
         lambda bench: 10 + 1.5 * bench.proxy.sizes[0].layout.world_size,
     ),
     Stage("monitors", imported("script_stage", "monitors"), lambda bench: 0.5),
+    Stage("what needs a GPU", beyond, lambda bench: 0.1),
+)
+
+#: Of `--against`.
+UPGRADE = (
+    _PARSER,
+    Stage("two versions of Megatron", imported("upgrade", "upgrade"), lambda bench: 50 + 6 * bench.ranks),
     Stage("what needs a GPU", beyond, lambda bench: 0.1),
 )
 

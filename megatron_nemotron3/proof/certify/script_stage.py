@@ -152,12 +152,19 @@ class ScriptRuns:
         killed_in: Path | None = None,
         own: bool = False,
     ) -> ScriptResult:
-        place, case = self.folder / name, self.bench.case(sizes)
-        log = ("--tensorboard-dir", str(place / "tensorboard")) if watched else ()
+        words = self.words(name, sizes, *options, watched=watched)
+        run_script(words, self.bench.case(sizes), self.folder / name, self.bench.timeout, killed_in, own)
+        return self.result(name, sizes)
+
+    def words(self, name: str, sizes: Sizes | None, *options: str, watched: bool = False) -> list[str]:
+        """Return the command line of a run."""
+        log = ("--tensorboard-dir", str(self.folder / name / "tensorboard")) if watched else ()
         launcher = ("--device", "cpu", "--monitor", str(int(watched)))
-        words = (*launcher, str(self.script), *case.argv(), *self.options, *log, *options)
-        run_script(words, case, place, self.bench.timeout, killed_in, own)
-        ranks = case.layout.world_size
+        return [*launcher, str(self.script), *self.bench.case(sizes).argv(), *self.options, *log, *options]
+
+    def result(self, name: str, sizes: Sizes | None) -> ScriptResult:
+        """Return what a run that came to its end has left."""
+        place, ranks = self.folder / name, self.bench.case(sizes).layout.world_size
         return ScriptResult(observer.read(place, ranks), curve_of(place, ranks))
 
 
@@ -223,11 +230,11 @@ def run_findings(
     compared: NoiseComparison, base: ScriptResult, found: ScriptResult, where: str
 ) -> Iterator[Finding]:
     """Hold a run of two steps against one process."""
-    yield compared("losses (script)", found, where, partial(_logged, "lm loss"))
+    yield compared("losses (script)", found, where, partial(logged, "lm loss"))
     if any(name.startswith("mtp_") for name in base.curve.steps[1].values):
-        yield compared("losses of MTP (script)", found, where, partial(_logged, r"mtp_\d+ loss"))
-    yield compared("gradient norms (script)", found, where, partial(_logged, "grad norm"), _NORM)
-    yield compared("learning rates (script)", found, where, partial(_logged, "learning rate"))
+        yield compared("losses of MTP (script)", found, where, partial(logged, r"mtp_\d+ loss"))
+    yield compared("gradient norms (script)", found, where, partial(logged, "grad norm"), _NORM)
+    yield compared("learning rates (script)", found, where, partial(logged, "learning rate"))
     for step in (1, 2):
         yield compared(
             f"gradients of step {step} (script)", found, where, partial(ScriptResult.gradients, step=step)
@@ -355,7 +362,8 @@ def other_layout_findings(
     yield equal("expert biases after loading", base.biases(2), found.biases(1), where)
 
 
-def _logged(pattern: str, ran: ScriptResult) -> Tensors:
+def logged(pattern: str, ran: ScriptResult) -> Tensors:
+    """Return the numbers of a run's log whose names match, of each step."""
     return {
         f"{name}, step {number}": torch.tensor(value, dtype=torch.float64)
         for number, step in sorted(ran.curve.steps.items())
@@ -370,7 +378,7 @@ def monitors(bench: Bench) -> Iterator[Finding]:
     if not all(events(bench, name).is_dir() for name in (*names, "layout")):
         yield untested(MONITORS, "the script's runs did not come to their end")
         return
-    series = {name: _first(bench, name) for name in (*names, "layout")}
+    series = {name: first_of(bench, name) for name in (*names, "layout")}
     if not (series[names[0]] or series["layout"]):
         yield untested(MONITORS, "the monitors have written nothing")
         return
@@ -379,8 +387,8 @@ def monitors(bench: Bench) -> Iterator[Finding]:
     yield compared(MONITORS, "layout", str(bench.proxy.sizes[0]), series.__getitem__, detail=detail)
 
 
-def _first(bench: Bench, run: str) -> Tensors:
-    """What each series of a run has at its first step."""
+def first_of(bench: Bench, run: str) -> Tensors:
+    """Return what each series of a run has at its first step."""
     history = event_files.read(event_files.find(events(bench, run)))
     return {
         tag: torch.tensor(points[0][1], dtype=torch.float64)
