@@ -55,10 +55,10 @@ def verification() -> str:
 
 
 def certified_faults() -> str:
-    """Every seeded fault with the property that finds it."""
-    from tests.proof.certify.faults import markdown
+    """Every seeded fault and those of others, with the property that finds it."""
+    from tests.proof.certify import faults, outside
 
-    return markdown()
+    return f"{faults.markdown()}\n{outside.markdown()}"
 
 
 def bisect_faults() -> str:

@@ -1,4 +1,5 @@
-"""What a rank notes of its first step besides tensors: random states, dtypes, routers. Runs on the ranks."""
+"""What a rank notes of its first step besides tensors: random states, dtypes, routers, norms. Runs on the
+ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ DEFAULT = "default"
 
 
 class FirstStep:
-    """Notes of one rank, written once: "ranks", "streams", "gradients", "biases", "routers"."""
+    """Notes of one rank, written once: "ranks", "streams", "gradients", "biases", "routers",
+    "norms"."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -26,12 +28,16 @@ class FirstStep:
         self._streams: dict[str, str] = {}
         #: Router -> largest relative difference of a token's shares of experts from those in FP64.
         self._routers: dict[str, float] = {}
+        #: RMS norm -> relative error of the scale of a group of channels (`_norm_error`).
+        self._norms: dict[str, float] = {}
         self._names: dict[int, str] = {}
 
     def install(self) -> None:
         """Look from now on, until the process ends."""
         from megatron.core.models.hybrid.hybrid_model import HybridModel
         from megatron.core.transformer.moe.router import TopKRouter
+
+        from megatron_nemotron3.layers.norm import GatedGroupRMSNorm, RMSNorm
 
         def before(module: torch.nn.Module, _inputs: object) -> None:
             if isinstance(module, HybridModel):
@@ -40,13 +46,16 @@ class FirstStep:
             elif self._in_model and not self._streams:  # behind the hooks of the model, which seed
                 self._streams = _streams()
 
-        def routed(module: torch.nn.Module, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        def after(module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
             name = self._names.get(id(module), "")
             if isinstance(module, TopKRouter) and name not in self._routers:
                 self._routers[name] = _router_error(module, inputs[0], *output[:2])
+            # A subclass computes something else, and what is fused into a linear is no module.
+            if type(module) in (RMSNorm, GatedGroupRMSNorm) and name not in self._norms:
+                self._norms[name] = _norm_error(module, inputs, output)
 
         torch.nn.modules.module.register_module_forward_pre_hook(before)
-        torch.nn.modules.module.register_module_forward_hook(routed)
+        torch.nn.modules.module.register_module_forward_hook(after)
 
     def write(self, models: Iterable[torch.nn.Module]) -> None:
         """Write what was seen in the first step, once."""
@@ -61,6 +70,7 @@ class FirstStep:
             "gradients": {n: _name(p.main_grad.dtype) for n, p in parameters if hasattr(p, "main_grad")},
             "biases": {name: _name(bias.dtype) for name, bias in biases},
             "routers": self._routers,
+            "norms": self._norms,
         }
         with atomic(self._file) as part:
             torch.save(facts, part)
@@ -103,3 +113,22 @@ def _router_error(router: Any, tokens: Tensor, shares: Tensor, chosen: Tensor) -
     found = shares.double().view_as(logits) * chosen
     found /= found.sum(-1, keepdim=True)
     return float(((found - expected).abs() / expected.clamp(min=1e-300))[chosen].max())
+
+
+@torch.no_grad()
+def _norm_error(norm: Any, inputs: tuple[Tensor, ...], output: Tensor) -> float:
+    """How far the scale of a norm's output is from FP64's: root mean square over tokens and groups."""
+    # The output's own rounding averages out in a group of 16 channels, that of the statistics does not.
+    x, gain = inputs[0].double(), norm.weight.double()
+    if len(inputs) > 1:
+        x = x * torch.nn.functional.silu(inputs[1].double())
+    elif norm.zero_centered_gamma:
+        gain = gain + 1
+    groups = (-1, getattr(norm, "group_size", x.shape[-1]))
+    if groups[1] < 16:
+        return 0.0
+    x = x.unflatten(-1, groups)
+    expected = x * (x.square().mean(-1, keepdim=True) + norm.eps).rsqrt() * gain.unflatten(-1, groups)
+    found = output.double().unflatten(-1, groups)
+    scale = (found * expected).sum(-1) / expected.square().sum(-1).clamp(min=1e-300)
+    return float((scale - 1).square().mean().sqrt())

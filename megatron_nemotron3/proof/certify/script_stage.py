@@ -231,8 +231,9 @@ def run_findings(
 ) -> Iterator[Finding]:
     """Hold a run of two steps against one process."""
     yield compared("losses (script)", found, where, partial(logged, "lm loss"))
-    if any(name.startswith("mtp_") for name in base.curve.steps[1].values):
-        yield compared("losses of MTP (script)", found, where, partial(logged, r"mtp_\d+ loss"))
+    for what, names in (("losses of MTP", r"mtp_\d+ loss"), ("losses of routers", r"\w+_loss")):
+        if any(re.fullmatch(names, name) for name in base.curve.steps[1].values):
+            yield compared(f"{what} (script)", found, where, partial(logged, names))
     yield compared("gradient norms (script)", found, where, partial(logged, "grad norm"), _NORM)
     yield compared("learning rates (script)", found, where, partial(logged, "learning rate"))
     for step in (1, 2):

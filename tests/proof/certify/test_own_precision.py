@@ -126,7 +126,7 @@ def test_random_states() -> None:
 
 
 def test_formats_are_those_that_the_launch_asks_for() -> None:
-    facts = [{"gradients": {"w": "float32"}, "biases": {"b": "float32"}, "routers": {"r": 1e-7}}]
+    facts = [{"gradients": {"w": "float32"}, "biases": {"b": "float32"}, "routers": {"r": 1e-7}, "norms": {}}]
 
     def states(given: dict[str, tuple[str, ...]], **other: dict[str, Any]) -> list[bool]:
         found = own_precision.formats_of([facts[0] | other], given, "")
@@ -138,6 +138,11 @@ def test_formats_are_those_that_the_launch_asks_for() -> None:
     assert states({"--grad-reduce-in-bf16": ()}) == [False, True]
     assert states(wide, biases={"b": "bfloat16"}, routers={"r": 1e-3}) == [True, False, False]
     assert states(wide, biases={}, routers={}) == [True]
+    assert states({}, norms={"n": 2e-4}) == [True] * 3 and states({}, norms={"n": 2e-3}) == [
+        True,
+        True,
+        False,
+    ]
 
 
 def _run(**of_step_2: Any) -> ScriptResult:
