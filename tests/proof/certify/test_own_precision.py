@@ -178,7 +178,7 @@ def test_a_launch_that_draws_resumes_to_the_bit(tmp_path: Path) -> None:
     for tried in (good, bad):
         tried.folder.mkdir()
     (sizes,), findings = good.proxy.sizes, list(own_precision.own_precision(good))
-    assert len(findings) == 14 and not failed(findings), findings
+    assert len(findings) == 15 and not failed(findings), findings
     assert {finding.where for finding in findings} == {f"{sizes}, BF16 and random numbers"}
     assert failed(own_precision.own_precision(bad)) == {
         *("gradients after resuming", "weights after resuming", "optimizer state after resuming")
