@@ -235,7 +235,7 @@ class PackedConversations:
             text += f"; {self.too_long:,} longer than {self.length:,} tokens are left out"
         if self.untrained:
             text += f"; {self.untrained:,} without a message of the assistant are left out"
-        return "\n".join([*self.findings, text])
+        return printable("\n".join([*self.findings, text]), "\n")
 
     def samples(self, tokenizer: str) -> str:
         """The first conversations that are used, decoded, with what is trained between ⟦ and ⟧."""
