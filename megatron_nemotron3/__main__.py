@@ -53,8 +53,8 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
 
 def _unnamed(problem: BaseException) -> int:
     """Say in one line what no command has a message for, and return 2; `run` shows what its script raises."""
-    ends = isinstance(problem, (SystemExit, KeyboardInterrupt)) or sys.argv[1:2] == ["run"]
-    if ends or sys.flags.dev_mode:  # python -X dev, PYTHONDEVMODE=1
+    failed = isinstance(problem, Exception) or type(problem).__name__ == "PanicException"  # of PyO3
+    if not failed or sys.argv[1:2] == ["run"] or sys.flags.dev_mode:  # PYTHONDEVMODE=1
         raise problem
     import traceback
 
