@@ -29,6 +29,7 @@ from megatron_nemotron3.train.data.conversations import (
     encoded_conversations,
 )
 from megatron_nemotron3.train.data.forms import Findings
+from megatron_nemotron3.train.data.tokenizer import read_tokenizer
 
 #: Version of the arrays.
 _FORMAT = 4
@@ -241,9 +242,7 @@ class PackedConversations:
         """The first conversations that are used, decoded, with what is trained between ⟦ and ⟧."""
         from itertools import groupby
 
-        from transformers import AutoTokenizer
-
-        decoder, shown = AutoTokenizer.from_pretrained(tokenizer), []
+        decoder, shown = read_tokenizer(tokenizer), []
         for which in self._kept[:_SAMPLES]:
             first, last = int(self._starts[which]), int(self._starts[which + 1])
             text = ""
