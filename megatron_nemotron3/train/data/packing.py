@@ -19,7 +19,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_nemotron3.common.files import atomic_group, printable
+from megatron_nemotron3.checkpoints.folders import TOKENIZER_LIMIT
+from megatron_nemotron3.common.files import atomic_group, printable, read_outside
 from megatron_nemotron3.common.output import Bar, count
 from megatron_nemotron3.train.data.conversations import (
     READING,
@@ -269,7 +270,7 @@ def _digest(tokenizer: str) -> bytes:
     digest = hashlib.sha256()
     for file in sorted(Path(tokenizer).iterdir()):
         if file.is_file() and file.suffix in (".json", ".model", ".jinja", ".txt"):
-            digest.update(file.name.encode() + file.read_bytes())
+            digest.update(file.name.encode() + read_outside(file, limit=TOKENIZER_LIMIT))
     return digest.digest()
 
 

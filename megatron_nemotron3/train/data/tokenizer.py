@@ -17,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_nemotron3.checkpoints.folders import require_small_files
 from megatron_nemotron3.common.files import atomic_group
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def read_tokenizer(folder: str | os.PathLike[str]) -> Any:
     """transformers' tokenizer of a folder; ValueError if it is code of the folder, which is not run."""
     from transformers import AutoTokenizer
 
+    require_small_files(Path(folder))
     try:  # without the option transformers asks on stdin
         return AutoTokenizer.from_pretrained(os.fspath(folder), trust_remote_code=False)
     except ValueError as problem:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from megatron_nemotron3.checkpoints.folders import require_tokenizer
 from megatron_nemotron3.train.data import read_texts, train_tokenizer
 from megatron_nemotron3.train.data.tokenizer import END_OF_DOCUMENT, read_tokenizer
 from tests.train.data.byte_tokenizer import byte_tokenizer
@@ -50,6 +51,7 @@ def test_any_text_comes_back(bpe, text):
 
 _TRAIN = """
 import sys
+from megatron_nemotron3.checkpoints.folders import require_tokenizer
 from megatron_nemotron3.train.data import read_texts, train_tokenizer
 train_tokenizer(read_texts(max_bytes=200_000).documents, 512, sys.argv[1])
 """
@@ -101,3 +103,15 @@ def test_code_of_a_folder_is_not_run(bpe, tmp_path, monkeypatch):
         read_tokenizer(folder)
     assert not (tmp_path / "CANARY").exists()
     assert read_tokenizer(bpe.tokenizer_model).eos_token == END_OF_DOCUMENT
+
+
+def test_a_file_that_is_too_long_for_a_tokenizer(bpe, tmp_path):
+    """A sparse one, which takes no room on disk, would be read into memory by transformers."""
+    folder = shutil.copytree(bpe.tokenizer_model, tmp_path / "tokenizer")
+    with (folder / "special_tokens_map.json").open("wb") as file:
+        file.truncate(1 << 40)
+    for read in (read_tokenizer, require_tokenizer):
+        with pytest.raises(
+            ValueError, match=r"/special_tokens_map.json: it is longer than 268,435,456 bytes"
+        ):
+            read(folder)
