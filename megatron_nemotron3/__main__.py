@@ -1,10 +1,11 @@
-"""The process of the `nemotron3` command: an interrupt at any moment ends it with one line."""
+"""The process of the `nemotron3` command: an interrupt or an exception ends it with one line."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import sys
 from types import FrameType
 
 #: Status of an interrupt that is handled, whatever its signal.
@@ -50,8 +51,27 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
     raise _Interrupt
 
 
+def _unnamed(problem: BaseException) -> int:
+    """Say in one line what no command has a message for, and return 2; `run` shows what its script raises."""
+    failed = isinstance(problem, Exception) or type(problem).__name__ == "PanicException"  # of PyO3
+    if not failed or sys.argv[1:2] == ["run"] or sys.flags.dev_mode:  # PYTHONDEVMODE=1
+        raise problem
+    import traceback
+
+    from megatron_nemotron3.cli.table import command_of
+    from megatron_nemotron3.common.files import printable
+
+    kinds: dict[type, str] = {MemoryError: "not enough memory", RecursionError: "a file is nested too deeply"}
+    text = " ".join(f"{type(problem).__name__}: {problem!s:.300}".split())
+    where = traceback.extract_tb(problem.__traceback__)[-1]
+    place = f"{os.path.basename(where.filename)}, line {where.lineno}"
+    line = f"{kinds.get(type(problem), text)} ({place}; PYTHONDEVMODE=1 prints the traceback)"
+    print(f"nemotron3 {command_of(sys.argv[1:])}: {printable(line)}", file=sys.stderr)
+    return 2
+
+
 def main() -> int:
-    """Run the command line in `sys.argv`; return its status; 128 + N after signal N."""
+    """Run the command line in `sys.argv`; return its status: 2 after an exception, 128 + N after signal N."""
     global _ended
     signals = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
     # As SIGINT is in the background of a shell script, and SIGHUP after nohup.
@@ -72,7 +92,7 @@ def main() -> int:
         return 128 + _interrupted if _interrupted and status == INTERRUPTED else status
     except BaseException as end:
         if not _interrupted:
-            raise
+            return _unnamed(end)
         if not isinstance(end, SystemExit) or end.code != INTERRUPTED:  # it has been said
             _say()  # whatever an import made of it
         return 128 + _interrupted

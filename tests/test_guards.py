@@ -9,13 +9,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_nemotron3 import cli, run
+from megatron_nemotron3 import __main__, cli, run
+from megatron_nemotron3.common.interrupts import GROUP_SIGNALS
 from megatron_nemotron3.common.limits import ChildError
 from megatron_nemotron3.launch import Launch
 from megatron_nemotron3.launch.schedule import require_schedule
@@ -27,6 +28,54 @@ PLOTS = (
     ["report", "monitors", ".", "--output"],
     ["precision", "super", "--output"],
 )
+
+
+class PanicException(BaseException):
+    """As extension modules in Rust raise it: no Exception."""
+
+
+def _deeper() -> None:
+    _deeper()
+
+
+def _raising(problem: BaseException) -> Callable[[], int]:
+    def work() -> int:
+        raise problem
+
+    return work
+
+
+@pytest.mark.parametrize(
+    ("work", "line"),
+    [
+        (
+            _raising(PanicException("called `unwrap()`\x1b[2J\non None")),
+            "`unwrap()`\\x1b[2J on None (",
+        ),
+        (_raising(MemoryError()), "check: not enough memory (test_guards.py, line "),
+        (_raising(TypeError("x")), "check: TypeError: x (test_guards.py, line "),
+        (_deeper, "check: a file is nested too deeply (test_guards.py, line "),
+    ],
+    ids=["panic", "memory", "type", "depth"],
+)
+def test_what_no_command_has_a_message_for(
+    work: Callable[[], int], line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line and status 2; a script's own error keeps its traceback."""
+    monkeypatch.setattr(cli, "main", work)
+    monkeypatch.setattr(sys, "argv", ["nemotron3", "check", "x"])
+    before = [signal.getsignal(one) for one in GROUP_SIGNALS]
+    try:
+        assert __main__.main() == 2
+        said = capsys.readouterr().err
+        assert said.startswith("nemotron3 check: ") and line in said and said.count("\n") == 1
+        monkeypatch.setattr(sys, "argv", ["nemotron3", "run", "script.py"])
+        with pytest.raises((PanicException, MemoryError, TypeError, RecursionError)):
+            __main__.main()
+    finally:
+        __main__._ended = False
+        for one, handler in zip(GROUP_SIGNALS, before):
+            signal.signal(one, handler)
 
 
 @pytest.fixture

@@ -30,6 +30,7 @@ from megatron_nemotron3.checkpoints.resume import SAVING, LoadFolder, tracker_fi
 from megatron_nemotron3.checkpoints.state import common_state
 from megatron_nemotron3.checkpoints.structure import Verdict, check_integrity, check_structure
 from megatron_nemotron3.checkpoints.trust import hostile_objects
+from megatron_nemotron3.common.files import printable
 from megatron_nemotron3.common.lock import holder
 from megatron_nemotron3.common.options import add_command, argument, flag, json_flag, option
 from megatron_nemotron3.common.output import BYTES, Bar, part, result, say
@@ -232,7 +233,7 @@ def _print_problems(problems: list[str]) -> int:
     sys.stdout.flush()
     say(problems=[shown(problem) for problem in problems], sound=not problems)
     for problem in problems[:_SHOWN]:
-        print(f"nemotron3 check: {shown(problem)}", file=sys.stderr)
+        print(f"nemotron3 check: {printable(shown(problem))}", file=sys.stderr)
     if len(problems) > _SHOWN:
         print(f"nemotron3 check: and {len(problems) - _SHOWN:,} more", file=sys.stderr)
     if not problems:

@@ -45,6 +45,8 @@ _EVIDENCE = (
     ("checkpoint", re.compile(r"metadata\.json|\.metadata|common\.pt|.*\.distcp|mp_rank_\d.*")),
     ("hugging face", re.compile(rf"{re.escape(HF_INDEX)}|.*\.safetensors")),
 )
+#: Longest file of a tokenizer, in bytes.
+TOKENIZER_LIMIT = 256 << 20
 #: Files of which a tokenizer's folder has at least one.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 #: Largest number of folders that a message names.
@@ -110,8 +112,16 @@ def require_tokenizer(folder: str | Path) -> None:
         raise ValueError(
             f"--tokenizer {folder} holds no tokenizer: it has none of {', '.join(TOKENIZER_FILES)}"
         )
+    require_small_files(path)
     if first_missing("tokenizers"):  # where transformers ends in a NameError
         raise ValueError(not_installed("tokenizers"))
+
+
+def require_small_files(folder: Path) -> None:
+    """Raise ValueError if a file that a tokenizer is read from is longer than any of them."""
+    for file in folder.iterdir():
+        if file.suffix in (".json", ".model", ".jinja", ".txt") and file.is_file():
+            open_outside(file, limit=TOKENIZER_LIMIT).close()
 
 
 def locate_one(folder: Path, iteration: int | None = None) -> Located:

@@ -181,11 +181,13 @@ def _is_harmless(data: bytes) -> bool:
     return references <= _FEW_REFERENCES
 
 
-def try_all(reads: Sequence[Callable[[], object]], size: int) -> dict[int, str]:
+def try_all(
+    reads: Sequence[Callable[[], object]], size: int, wrong: str = "it is not a pickle of a checkpoint"
+) -> dict[int, str]:
     """Call functions that read pickles in one forked child. Returns position -> why it fails.
 
     A function fails by a ValueError. One that ends the child, by its memory, its time or a crash, is the last
-    one that is called. Limits depend on `size`, the bytes of all the pickles.
+    one that is called, and `wrong` says so. Limits depend on `size`, the bytes of all the pickles.
     """
     board = mmap.mmap(-1, _BOARD)  # shared: the position of the current function, then the messages
 
@@ -208,7 +210,7 @@ def try_all(reads: Sequence[Callable[[], object]], size: int) -> dict[int, str]:
     lines = board[8:].rstrip(b"\0").decode().split("\n")[:-1]
     problems = {int(position): problem for position, _, problem in (line.partition(" ") for line in lines)}
     if ended:
-        problems[struct.unpack("<q", board[:8])[0]] = f"it is not a pickle of a checkpoint: it {ended}"
+        problems[struct.unpack("<q", board[:8])[0]] = f"{wrong}: it {ended}"
     return problems
 
 

@@ -32,7 +32,7 @@ from megatron_nemotron3.checkpoints.folders import (
 from megatron_nemotron3.checkpoints.metadata import CheckpointError, read_json
 from megatron_nemotron3.checkpoints.read import REMOTE
 
-_URL = re.compile(r"[a-z][a-z0-9+.-]*(::[^/]*)?://")
+_URL = re.compile(r"[A-Za-z][\w+.-]*(::[^/]*)?://")
 _ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 #: Ends of the names of files with tensors.
 _TENSORS = (".safetensors", ".distcp", ".pt", ".bin", ".pth", ".gguf", ".h5", ".msgpack")
@@ -62,7 +62,7 @@ def shown(path: Path | str) -> str:
 @contextlib.contextmanager
 def target(where: Path | str) -> Iterator[tuple[Path, str | None]]:
     """Yield the path to write to, and the URL if it only stands for one: nothing is written to it then."""
-    if isinstance(where, Path) or where.startswith("file://"):
+    if isinstance(where, Path) or _named(where).startswith("file://"):
         yield _path_of(where), None
         return
     with tempfile.TemporaryDirectory(prefix="nemotron3-remote-") as home:
@@ -72,6 +72,13 @@ def target(where: Path | str) -> Iterator[tuple[Path, str | None]]:
             yield path, where.rstrip("/")
         finally:
             del _shown[os.fspath(path)]
+
+
+def _named(url: str) -> str:
+    """The URL, after a check that it names a folder."""
+    if _URL.fullmatch(url.rstrip("/") + "//"):
+        raise ValueError(f"{url} names no folder: write it behind ://")
+    return url
 
 
 def _path_of(where: Path | str) -> Path:
@@ -95,7 +102,7 @@ def local(
             return
         yield _snapshot(os.fspath(where)) if is_id else path
         return
-    if where.startswith("file://"):
+    if _named(where).startswith("file://"):
         yield _path_of(where)
         return
     home = Path(tempfile.mkdtemp(prefix="nemotron3-remote-"))
@@ -133,8 +140,8 @@ def _opened(url: str) -> tuple[Any, str]:
         if problem.name != "fsspec":
             raise ValueError(f"{url}: {problem}") from None
         raise ValueError(f"{url}: URLs need the package fsspec: pip install fsspec") from None
-    except (ImportError, ValueError) as problem:
-        raise ValueError(f"{url}: {problem}") from None
+    except Exception as problem:  # of a file system that needs options, for instance
+        raise ValueError(f"{url}: it cannot be opened: {problem!r:.300}") from None
     return found
 
 

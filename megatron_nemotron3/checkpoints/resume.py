@@ -35,8 +35,8 @@ PATIENCE = 300.0
 SAVING = 2.0
 #: States that the named checkpoint may have; Megatron itself checks the formats that are not checked here.
 _TRUSTED = ("complete", "foreign")
-#: Option of Megatron that names a teacher's checkpoints.
-_TEACHER = "--export-kd-teacher-load"
+#: Options of Megatron, and of frameworks around it, that name checkpoints of teachers and references.
+_ALSO_LOADED = ("--export-kd-teacher-load", "--ref-load", "--bert-load", "--ict-load")
 #: Where Megatron keeps non-persistent checkpoints below --load.
 NON_PERSISTENT = "non_persistent"
 
@@ -134,8 +134,8 @@ def before_start(argv: Sequence[str], rank: int, key: str = "") -> list[str]:
 def require_trusted_start(argv: Sequence[str]) -> None:
     """Raise ValueError if a checkpoint that a Megatron command line loads has a hostile object (`trust`)."""
     options = load_options(argv)
-    teacher = _local_path(option_value(argv, _TEACHER))
-    for folder in filter(None, (options.load, options.non_persistent, options.pretrained, teacher)):
+    others = [_local_path(option_value(argv, name)) for name in _ALSO_LOADED]
+    for folder in filter(None, (options.load, options.non_persistent, options.pretrained, *others)):
         if (named := named_checkpoint(folder)) is not None:
             which = options.step if options.step and named != RELEASE else named
             require_trusted(checkpoint_path(folder, which))

@@ -156,6 +156,12 @@ def hostile_objects(folder: Path, index: CheckpointIndex | None = None) -> list[
     return [*(f"{found[n][0]} {tried[n].removeprefix('it ')}" for n in sorted(tried)), *problems]
 
 
+def problem_of(path: Path) -> str:
+    """Why an archive of torch.save must not be read: its names, memory or time; "" if it may be."""
+    file = MappedFile(path)
+    return try_all([_reader(file, 0, file.size, False)], min(file.size, _COUNTED)).get(0, "")
+
+
 def _reader(file: MappedFile, offset: int, length: int, extra: bool) -> Callable[[], None]:
     """Find the pickle of a torch.save archive, and what reads it and those in its tensors of bytes."""
     places = {record.name: record for record in records(file, StoredObject("", offset, length))}

@@ -165,8 +165,7 @@ def atomic_group(*paths: Path) -> Iterator[list[Path]]:
 
 def first_repeated(pairs: Sequence[tuple[str, Any]]) -> str | None:
     """Return the first key of a JSON object that is there more than once; json keeps its last value."""
-    counts = Counter(name for name, _ in pairs)
-    return next((name for name, count in counts.items() if count > 1), None)
+    return next((name for name, count in Counter(name for name, _ in pairs).items() if count > 1), None)
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -223,10 +222,7 @@ def _explain_full_disk(folder: Path, paths: Sequence[Path]) -> Iterator[None]:
     except OSError as error:
         if error.errno not in _NO_SPACE:
             raise
-        free = shutil.disk_usage(folder).free / 1e6
-        raise OSError(
-            error.errno,
-            f"{os.strerror(error.errno)} while writing {', '.join(path.name for path in paths)} "
-            f"({free:.0f} MB free); no incomplete file was left: free some space or choose another folder",
-            str(folder),
-        ) from error
+        free, names = shutil.disk_usage(folder).free / 1e6, ", ".join(path.name for path in paths)
+        text = f"{os.strerror(error.errno)} while writing {names} ({free:.0f} MB free); no incomplete file"
+        cure = f"{text} was left: free some space or choose another folder"
+        raise OSError(error.errno, cure, str(folder)) from error

@@ -21,6 +21,8 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from megatron_nemotron3.common.files import printable
+
 #: Seconds between two plain lines.
 INTERVAL = 10.0
 BYTES = "B"
@@ -77,11 +79,11 @@ def _recorded() -> Iterator[dict[str, Any]]:
 
 
 def say(line: str | None = None, /, **facts: Any) -> None:
-    """Print a line, or record facts for the JSON document: a list goes on the list of the same name."""
+    """Print a line, escaped, or record facts for the JSON document: a list goes on the list of its name."""
     found = _facts.get()
     if found is None:
         if line is not None:
-            print(line, flush=True)
+            print(printable(line, but="\n\t"), flush=True)
         return
     for name, value in facts.items():
         if isinstance(value, list):

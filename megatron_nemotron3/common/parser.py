@@ -217,7 +217,7 @@ def option_value(argv: Sequence[str], name: str) -> str | None:
 
 def fail(message: str) -> NoReturn:
     """Print one line and leave with exit code 2."""
-    print(f"megatron_nemotron3.run: {message}", file=sys.stderr)
+    print(f"megatron_nemotron3.run: {printable(message)}", file=sys.stderr)
     raise SystemExit(2)
 
 

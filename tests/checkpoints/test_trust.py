@@ -287,7 +287,9 @@ def test_commands(
     assert not Path("CANARY").exists() and not Path("out/train.log").exists()
 
 
-@pytest.mark.parametrize("option", ["--load", "--pretrained-checkpoint", "--export-kd-teacher-load"])
+@pytest.mark.parametrize(
+    "option", ["--load", "--pretrained-checkpoint", "--export-kd-teacher-load", "--ref-load"]
+)
 def test_options_of_a_script(option: str, hostile: Path) -> None:
     with pytest.raises(ValueError, match="names posix.system"):
         resume.require_trusted_start([option, str(hostile)])

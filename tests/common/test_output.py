@@ -38,6 +38,12 @@ def test_lines(capsys: Capture) -> None:
     assert capsys.readouterr().out == "a library's own line\none\ntwo\nthree\n"
 
 
+def test_control_characters_of_a_file_are_escaped(capsys: Capture) -> None:
+    """They would clear the screen, or rewrite what stands there."""
+    say("name  a\x1b[2J\x9b1m\rb\n\tc")
+    assert capsys.readouterr().out == "name  a\\x1b[2J\\x9b1m\\rb\n\tc\n"
+
+
 def test_one_document(capsys: Capture) -> None:
     with result(True):
         work()

@@ -13,6 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron_nemotron3.checkpoints.check import describe
 from megatron_nemotron3.checkpoints.convert import conversion, from_hf, to_hf, verify
 from megatron_nemotron3.checkpoints.convert.checkpoints import open_hugging_face, open_megatron
@@ -20,16 +22,21 @@ from megatron_nemotron3.checkpoints.convert.hf_folder import read_safetensors_he
 from megatron_nemotron3.checkpoints.convert.inventory import mappings
 from megatron_nemotron3.checkpoints.convert.job import JOURNAL, MANIFEST, run
 from megatron_nemotron3.checkpoints.convert.origin import copied_files
+from megatron_nemotron3.checkpoints.convert.peft import open_peft
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.checkpoints.convert.streams import FilePlan, OutputFile, write_parts
 from megatron_nemotron3.checkpoints.convert.views import Converted
 from megatron_nemotron3.checkpoints.metadata import explained, read_metadata
 from megatron_nemotron3.checkpoints.read import MappedFile, chunk_layout
 from megatron_nemotron3.models import get, tiny
+from megatron_nemotron3.proof.bisect import recording
+from megatron_nemotron3.proof.certify import certificate
 from tests.checkpoints.convert.test_dialects import config as golden
 from tests.support import sparse_checkpoints as sparse
 from tests.support.convert_models import random_config
 from tests.support.counted_job import counted, digest
+from tests.support.peft_model import FOLDER as PEFT
+from tests.support.peft_model import MODEL
 
 #: Relative path -> bytes.
 Folder = dict[str, bytes]
@@ -92,6 +99,21 @@ def read_index(folder: Path, sample: str) -> None:
         for chunk in tensor.chunks:
             with explained(folder / chunk.file):
                 chunk_layout(MappedFile(folder / chunk.file), chunk, tensor.dtype)
+
+
+def read_adapter(folder: Path, sample: str) -> None:
+    """Open an adapter, and read every pair."""
+    shapes = {t.name: t.shape for mapping in mappings(MODEL) for t in mapping.hf}
+    found = open_peft(folder, experts=MODEL.num_moe_experts or 0, root="backbone", weights=shapes)
+    for name in found.tensors.tensors:
+        found.tensors.read(name)
+
+
+def read_certificate(folder: Path, sample: str) -> None:
+    """As `certify --check` does."""
+    data = certificate.read(folder / "c.json")
+    certificate.differences(data["command"], {"--x": ["1"]})
+    data["versions"].get("torch", "none")
 
 
 def go_on(folder: Path, sample: str) -> None:
@@ -166,6 +188,30 @@ def headers() -> dict[str, Folder]:
     }
 
 
+def adapters() -> dict[str, Folder]:
+    """What the peft library wrote, with a pattern and a layer."""
+    plain = digest(PEFT)
+    config = json.loads(plain["adapter_config.json"])
+    config |= {"rank_pattern": {"q_proj": config["r"]}, "exclude_modules": ["x"], "layers_to_transform": None}
+    return {"peft": plain, "fields": {**plain, "adapter_config.json": json.dumps(config).encode()}}
+
+
+def certificates() -> dict[str, Folder]:
+    """One of a recipe."""
+    path = next((Path(__file__).parents[2] / "recipes").glob("*/*certificate*.json"))
+    return {"recipe": {"c.json": path.read_bytes()}}
+
+
+def recordings() -> dict[str, Folder]:
+    """A recording with every field."""
+    one = recording.Sequence(
+        torch.arange(6), 2, -torch.ones(4), {1: torch.zeros(6, 2).int()}, {0: torch.ones(6, 4)}
+    )
+    with tempfile.TemporaryDirectory() as name:
+        recording.write(Path(name) / "r.pt", recording.Recording("m", "float32", [one]))
+        return {"whole": digest(Path(name))}
+
+
 def interrupted() -> dict[str, Folder]:
     """A job with one file finished, one half."""
     with tempfile.TemporaryDirectory() as name:
@@ -190,6 +236,9 @@ def _is(*endings: str) -> Callable[[str], bool]:
 
 
 TARGETS = {
+    "adapter": Target(adapters, read_adapter, _is(".json", "adapter_model.safetensors")),
+    "certificate": Target(certificates, read_certificate, _is(".json")),
+    "recording": Target(recordings, lambda folder, sample: recording.read(folder / "r.pt"), _is(".pt")),
     "header": Target(
         headers, lambda folder, sample: read_safetensors_header(folder / "x.safetensors"), _is(".safetensors")
     ),

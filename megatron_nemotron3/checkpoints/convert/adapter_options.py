@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_nemotron3.checkpoints.convert import peft
-from megatron_nemotron3.checkpoints.convert.adapters import StoredAdapter, check_fits, to_megatron
+from megatron_nemotron3.checkpoints.convert.adapters import StoredAdapter, to_megatron
 from megatron_nemotron3.checkpoints.convert.inventory import TensorMapping
 from megatron_nemotron3.checkpoints.convert.opened import Checkpoint
 from megatron_nemotron3.checkpoints.convert.origin import tokenizer_files
+from megatron_nemotron3.checkpoints.convert.peft_config import CONFIG
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.checkpoints.convert.streams import FilePlan
 from megatron_nemotron3.common.files import read_outside
@@ -31,9 +32,11 @@ def with_adapter(opened: Checkpoint, options: ToHfOptions | FromHfOptions) -> Ch
         if opened.adapter is not None:
             raise ValueError(f"--adapter: {opened.folder} has a LoRA adapter of its own")
         adapter = peft.open_peft(
-            options.adapter, experts=opened.config.num_moe_experts or 0, root=hf_root(opened.config)
+            options.adapter,
+            experts=opened.config.num_moe_experts or 0,
+            root=hf_root(opened.config),
+            weights={t.name: t.shape for mapping in opened.mappings for t in mapping.hf},
         )
-        check_fits(adapter, {t.name: t.shape for mapping in opened.mappings for t in mapping.hf})
         opened = replace(opened, adapter=adapter)
     requested = "--merge-adapter" if options.merge_adapter else "--adapter-only" if only else None
     if opened.adapter is None:
@@ -99,7 +102,7 @@ def megatron_adapter(
 def adapter_state(folder: Path) -> dict[str, object]:
     """Return what identifies an adapter folder's content, for a job that is continued."""
     found = (folder / peft.WEIGHTS).stat()
-    text = read_outside(folder / peft.CONFIG, limit=1 << 20)
+    text = read_outside(folder / CONFIG, limit=1 << 20)
     return {
         "folder": str(folder.absolute()),
         "weights": [found.st_size, found.st_mtime_ns],

@@ -185,6 +185,8 @@ def check_fits(adapter: StoredAdapter, shapes: Mapping[str, tuple[int, ...]]) ->
         a, b = tensors.get(stem + A), tensors.get(stem + B)
         if a is None or b is None:
             raise ValueError(f"{adapter.tensors.folder}: {stem} has only one of lora_A and lora_B")
+        if odd := {a.dtype, b.dtype} - {"float64", "float32", "float16", "bfloat16"}:
+            raise ValueError(f"{adapter.tensors.folder}: the pair of {stem} is {min(odd)}, no floats")
         if 0 in a.shape[:1]:
             raise ValueError(f"{adapter.tensors.folder}: lora_A {list(a.shape)} of {stem} has rank 0")
         weight = shapes[stem + _WEIGHT]

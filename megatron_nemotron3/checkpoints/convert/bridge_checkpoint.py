@@ -37,13 +37,13 @@ def add_arguments(folder: Path | str) -> Path:
     from megatron.core.dist_checkpointing import load_common_state_dict
 
     folder = Path(folder)
+    require_trusted(folder)
     try:
         run = yaml.safe_load(read_outside(folder / "run_config.yaml", limit=_LIMIT))
         progress = torch.load(folder / "train_state.pt", map_location="cpu", weights_only=True)
         sections, training = run["model"], run["train"]
     except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
         raise ValueError(f"{folder}: it is not a checkpoint of Megatron-Bridge: {error}") from error
-    require_trusted(folder)
     state = load_common_state_dict(folder)  # whole; our own reader leaves out tensors
     if "args" in state:
         raise ValueError(f"{folder}: it has arguments already")

@@ -18,32 +18,26 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.checkpoints.convert.adapters import A, B, StoredAdapter
+from megatron_nemotron3.checkpoints.convert.adapters import A, B, StoredAdapter, check_fits
 from megatron_nemotron3.checkpoints.convert.hf_folder import open_files
+from megatron_nemotron3.checkpoints.convert.peft_config import CONFIG, read_config, require_same
 from megatron_nemotron3.checkpoints.convert.plan import Slices, whole
 from megatron_nemotron3.checkpoints.convert.sources import FileSource, SourceTensor, TensorSource
 from megatron_nemotron3.checkpoints.convert.streams import FilePlan
 from megatron_nemotron3.checkpoints.convert.to_hf import safetensors_plan
-from megatron_nemotron3.checkpoints.metadata import CheckpointError, read_json
-from megatron_nemotron3.models.lora import MAX_RANK
+from megatron_nemotron3.checkpoints.metadata import CheckpointError
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS = "adapter_model.safetensors"
 _ROOT = "base_model.model."
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(up_proj|down_proj)")
 _PACKED = re.compile(r"(.+\.experts)(\.base_layer)?\.lora_([AB])\.weight")
-#: Values of adapter_config.json that other products than W + scale B A need.
-_PLAIN: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("use_dora", "lora_bias", "use_qalora", "fan_in_fan_out"), (False, None)),
-    **dict.fromkeys(("alpha_pattern", "modules_to_save", "layer_replication"), (None, {}, [])),
-    "bias": ("none", None),
-}
 #: The linear that peft refuses to adapt in models of the family (its `_check_lora_target_modules_mamba`).
 REFUSED = "out_proj"
 
@@ -135,41 +129,27 @@ class Unpacked(TensorSource):
         return mine if slices is None else mine[tuple(slice(*one) for one in slices)]
 
 
-def open_peft(folder: Path, *, experts: int, root: str) -> StoredAdapter:
-    """Open an adapter folder; only its configuration and the header of its weights are read."""
+def open_peft(
+    folder: Path, *, experts: int, root: str, weights: Mapping[str, tuple[int, ...]]
+) -> StoredAdapter:
+    """Open an adapter folder; only its configuration and the header of its file are read.
+
+    `weights` are the shapes of the model's. Raises CheckpointError for what is not plain LoRA of them.
+    """
     if not (folder / CONFIG).is_file():
         raise CheckpointError(f"{folder}: it has no {CONFIG}: give a folder that peft saved")
-    data = read_json(folder / CONFIG)
-    if data.get("peft_type") != "LORA":
-        raise CheckpointError(
-            f"{folder / CONFIG}: peft_type {data.get('peft_type')!r:.40}: only LORA is converted"
-        )
-    for key, plain in _PLAIN.items():
-        if data.get(key) not in plain:
-            raise CheckpointError(f"{folder / CONFIG}: {key} {data[key]!r:.60}: only plain LoRA is converted")
-    alpha: Any = data.get("lora_alpha")
-    parameters = data.get("target_parameters") or []
-    if type(alpha) not in (int, float) or not 0 < alpha < float("inf") or not isinstance(parameters, list):
-        raise CheckpointError(
-            f"{folder / CONFIG}: lora_alpha {alpha!r:.40} or target_parameters is not valid"
-        )
-    pattern = data.get("rank_pattern") or {}
-    ranks = [data.get("r"), *(pattern.values() if isinstance(pattern, dict) else [pattern])]
-    if wrong := [rank for rank in ranks if type(rank) is not int or not 0 < rank <= MAX_RANK]:
-        raise CheckpointError(
-            f"{folder / CONFIG}: the rank {wrong[0]!r:.40} (r or rank_pattern) is not a whole number from 1 "
-            f"to {MAX_RANK:,}"
-        )
+    data = read_config(folder)
     if not (folder / WEIGHTS).exists():
         raise CheckpointError(f"{folder}: it has no {WEIGHTS}: save the adapter as safetensors")
+    parameters = data.get("target_parameters") or []
     unpacked = Unpacked(open_files(folder, [WEIGHTS]), experts, map(str, parameters), root)
-    for name, tensor in unpacked.tensors.items():
-        if name.endswith(A) and tensor.shape[:1] not in {(rank,) for rank in ranks}:
-            raise CheckpointError(
-                f"{folder / WEIGHTS}: {name} {list(tensor.shape)} has another rank than {CONFIG} says: "
-                + ", ".join(map(str, sorted(set(ranks))))
-            )
-    return StoredAdapter(unpacked, alpha, bool(data.get("use_rslora")))
+    adapter = StoredAdapter(unpacked, data["lora_alpha"], bool(data.get("use_rslora")))
+    check_fits(adapter, weights)
+    # peft ignores the adapters of MTP, which transformers does not have.
+    ranks = {_place(stem): adapter.rank(stem) for stem in adapter.stems if not stem.startswith("mtp.")}
+    matrices = [name.removesuffix(".weight") for name, shape in weights.items() if len(shape) == 2]
+    require_same(folder, data, ranks, {_place(one) for one in matrices if not one.startswith("mtp.")})
+    return adapter
 
 
 def folder_plan(
@@ -190,8 +170,7 @@ def config(adapter: StoredAdapter, names: Iterable[str], base: str | None) -> di
     modules = [stem for stem in stems if _EXPERT.fullmatch(stem) is None]
     ranks = {stem: adapter.rank(stem) for stem in stems}
     rank = max(ranks.values(), key=[*ranks.values()].count) if ranks else 1
-    others = {_module_name(s): r for s, r in ranks.items() if r != rank and _EXPERT.fullmatch(s) is None}
-    others |= {_parameter(s): r for s, r in ranks.items() if r != rank and _EXPERT.fullmatch(s)}
+    others = {_place(stem): r for stem, r in ranks.items() if r != rank}
     result: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -237,6 +216,11 @@ def _parameter(stem: str) -> str:
     match = _EXPERT.fullmatch(stem)
     assert match is not None
     return f"{_module_name(match[1])}.{match[3]}"
+
+
+def _place(stem: str) -> str:
+    """transformers' name of the module or parameter that a stem belongs to."""
+    return _parameter(stem) if _EXPERT.fullmatch(stem) else _module_name(stem)
 
 
 def _common_name(name: str, folder: Path, root: str) -> str:

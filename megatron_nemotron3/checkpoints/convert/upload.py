@@ -113,7 +113,7 @@ def _explained(url: str) -> Iterator[None]:
     """Turn what a file system raises, which is of many kinds, into one line."""
     try:
         yield
-    except (ValueError, RuntimeError):
+    except ValueError:
         raise
     except Exception as problem:
         raise ValueError(f"{url}: it cannot be written: {problem!r:.300}") from None

@@ -98,11 +98,10 @@ class Template:
     """The chat template of a tokenizer's folder; `variables`: what else it is rendered with."""
 
     def __init__(self, folder: Path, variables: Mapping[str, Any] | None = None) -> None:
-        from transformers import AutoTokenizer
-
         from megatron_nemotron3.train.data.chat_template import ChatTemplate
+        from megatron_nemotron3.train.data.tokenizer import read_tokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(str(folder))
+        tokenizer = read_tokenizer(folder)
         self.usable = isinstance(tokenizer.chat_template, str)
         self._template = ChatTemplate(tokenizer.chat_template or "", tokenizer.special_tokens_map)
         self.variables = dict(variables or {})

@@ -185,7 +185,9 @@ def read(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is no certificate: {which}")
     if data["schema"] != SCHEMA:
         raise ValueError(f"{path}: schema {data['schema']}, this version reads {SCHEMA}")
-    command = data["command"]
+    command, kinds = data["command"], {"versions": dict, "date": str, "passed": bool}
+    if wrong := [name for name, kind in kinds.items() if not isinstance(data[name], kind)]:
+        raise ValueError(f"{path} is no certificate: {wrong[0]} is {data[wrong[0]]!r:.60}")
     if not isinstance(command, dict) or hash_of(command) != data["hash"]:
         raise ValueError(f"{path}: the hash is not that of its command: the file was changed")
     return data

@@ -25,6 +25,7 @@ from megatron_nemotron3.train.data.forms import (
     read_rows,
     text_of,
 )
+from megatron_nemotron3.train.data.tokenizer import read_tokenizer
 from megatron_nemotron3.train.data.workers import worked
 
 
@@ -188,9 +189,7 @@ class Encoder:
         media: bool = False,
     ) -> None:
         if isinstance(folder, (str, os.PathLike)):
-            from transformers import AutoTokenizer
-
-            self.tokenizer = AutoTokenizer.from_pretrained(os.fspath(folder))
+            self.tokenizer = read_tokenizer(folder)
         else:
             self.tokenizer, folder = folder, folder.name_or_path
         template, where = self.tokenizer.chat_template, folder if called is None else called

@@ -19,7 +19,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_nemotron3.common.files import atomic_group, printable
+from megatron_nemotron3.checkpoints.folders import TOKENIZER_LIMIT
+from megatron_nemotron3.common.files import atomic_group, printable, read_outside
 from megatron_nemotron3.common.output import Bar, count
 from megatron_nemotron3.train.data.conversations import (
     READING,
@@ -29,6 +30,7 @@ from megatron_nemotron3.train.data.conversations import (
     encoded_conversations,
 )
 from megatron_nemotron3.train.data.forms import Findings
+from megatron_nemotron3.train.data.tokenizer import read_tokenizer
 
 #: Version of the arrays.
 _FORMAT = 4
@@ -235,15 +237,13 @@ class PackedConversations:
             text += f"; {self.too_long:,} longer than {self.length:,} tokens are left out"
         if self.untrained:
             text += f"; {self.untrained:,} without a message of the assistant are left out"
-        return "\n".join([*self.findings, text])
+        return printable("\n".join([*self.findings, text]), "\n")
 
     def samples(self, tokenizer: str) -> str:
         """The first conversations that are used, decoded, with what is trained between ⟦ and ⟧."""
         from itertools import groupby
 
-        from transformers import AutoTokenizer
-
-        decoder, shown = AutoTokenizer.from_pretrained(tokenizer), []
+        decoder, shown = read_tokenizer(tokenizer), []
         for which in self._kept[:_SAMPLES]:
             first, last = int(self._starts[which]), int(self._starts[which + 1])
             text = ""
@@ -270,7 +270,7 @@ def _digest(tokenizer: str) -> bytes:
     digest = hashlib.sha256()
     for file in sorted(Path(tokenizer).iterdir()):
         if file.is_file() and file.suffix in (".json", ".model", ".jinja", ".txt"):
-            digest.update(file.name.encode() + file.read_bytes())
+            digest.update(file.name.encode() + read_outside(file, limit=TOKENIZER_LIMIT))
     return digest.digest()
 
 

@@ -15,8 +15,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from megatron_nemotron3.checkpoints.folders import require_small_files
 from megatron_nemotron3.common.files import atomic_group
 
 if TYPE_CHECKING:
@@ -27,6 +28,20 @@ END_OF_DOCUMENT = "<|endoftext|>"
 PAD = "<|pad|>"
 BYTES = 256
 SMALLEST_VOCABULARY = BYTES + 2
+
+
+def read_tokenizer(folder: str | os.PathLike[str]) -> Any:
+    """transformers' tokenizer of a folder; ValueError if it is code of the folder, which is not run."""
+    from transformers import AutoTokenizer
+
+    require_small_files(Path(folder))
+    try:  # without the option transformers asks on stdin
+        return AutoTokenizer.from_pretrained(os.fspath(folder), trust_remote_code=False)
+    except ValueError as problem:
+        if "trust_remote_code" not in str(problem):
+            raise
+        cure = "save it as tokenizer.json by transformers"
+        raise ValueError(f"{folder}: its tokenizer is code (auto_map), which is not run: {cure}") from None
 
 
 @dataclass(frozen=True)

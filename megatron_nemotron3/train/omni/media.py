@@ -17,6 +17,13 @@ from typing import Any
 
 #: Pixels of the largest picture that is decoded: Pillow's own limit. The model sees 3.4 million at most.
 MOST_PIXELS = 89_478_485
+#: Formats of pictures. Pillow knows others: for EPS it starts Ghostscript, whatever the file is called.
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+#: ffmpeg's settings for videos: no playlists, which name other files.
+_VIDEOS = {
+    "format_whitelist": "mov,matroska,avi,mpegts,mpeg,ogg,asf,gif,wav",
+    "protocol_whitelist": "file",
+}
 #: Seconds of the shortest sound: two frames of a spectrogram, without which its variance is 0 / 0.
 SHORTEST_SOUND = 0.02
 #: Tag of a picture's orientation in EXIF, and its values for a quarter turn.
@@ -140,7 +147,7 @@ def _picture(path: str) -> Iterator[Any]:
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            with Image.open(path) as image:
+            with Image.open(path, formats=FORMATS) as image:
                 width, height = image.size
                 if width * height > MOST_PIXELS:
                     raise MediaError(
@@ -155,7 +162,7 @@ def _video(path: str) -> Iterator[tuple[Any, Any]]:
     with _named(path, "video"):
         import av
 
-        with av.open(path) as container:
+        with av.open(path, options=_VIDEOS) as container:
             if not container.streams.video:
                 raise MediaError(f"{path}: it has no video, only {len(container.streams)} other streams")
             yield container, container.streams.video[0]

@@ -10,11 +10,10 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.models.omni import OmniConfig
-from megatron_nemotron3.train.data.tokenizer import train_tokenizer
+from megatron_nemotron3.train.data.tokenizer import read_tokenizer, train_tokenizer
 from megatron_nemotron3.train.omni.media import MediaError, VideoSize, missing
 
 #: Frames of a video per second, and at most: what NVIDIA serves the released model with (NVIDIA/xr-ai #82).
@@ -60,11 +59,11 @@ def make_processor(
         ValueError: the tokenizer does not fit the model, or a library is missing.
     """
     images, videos, processing = _classes()
-    from transformers import AutoTokenizer, ParakeetFeatureExtractor
+    from transformers import ParakeetFeatureExtractor
     from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
     if isinstance(tokenizer, (str, os.PathLike)):
-        tokenizer = AutoTokenizer.from_pretrained(os.fspath(tokenizer))
+        tokenizer = read_tokenizer(tokenizer)
     vision, sound = config.vision, config.sound
     part = (vision.max_image_size / POSITIONS) ** 2
     least, most = image_patches or (round(IMAGE_PATCHES[0] * part), round(IMAGE_PATCHES[1] * part))
@@ -98,7 +97,7 @@ def load_processor(folder: str | os.PathLike[str]) -> Any:
     _, _, processing = _classes()
     try:
         return processing.NemotronH_Omni_Reasoning_V3Processor.from_pretrained(
-            os.fspath(folder), local_files_only=True
+            os.fspath(folder), local_files_only=True, trust_remote_code=False
         )
     except (OSError, TypeError, ValueError) as problem:
         reason = " ".join(str(problem).split())[:300]
@@ -154,8 +153,6 @@ def omni_tokenizer(
 
     Returns: transformers' tokenizer, which is saved in `folder`. Raises ValueError as `train_tokenizer`.
     """
-    from transformers import AutoTokenizer
-
     given = {config.image_token_id: IMAGE}
     if config.sound_token_id is not None:
         given[config.sound_token_id] = SOUND
@@ -166,7 +163,7 @@ def omni_tokenizer(
         at = first + len(named)
         named.append(given.get(at) or (rest.pop(0) if rest else f"<SPECIAL_{at}>"))
     train_tokenizer(texts, vocab_size, folder, special=named, chat_template=TEMPLATE, end="<|im_end|>")
-    return AutoTokenizer.from_pretrained(os.fspath(Path(folder)))
+    return read_tokenizer(folder)
 
 
 def picture_grid(processor: Any, size: tuple[int, int], pictures: int) -> tuple[int, int]:

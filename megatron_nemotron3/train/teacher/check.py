@@ -16,6 +16,7 @@ from megatron_nemotron3.checkpoints.convert.megatron_args import config_of
 from megatron_nemotron3.checkpoints.folders import locate_one
 from megatron_nemotron3.checkpoints.state import stored_state
 from megatron_nemotron3.checkpoints.trust import require_trusted
+from megatron_nemotron3.common.files import open_outside, read_outside
 from megatron_nemotron3.common.parser import option_value, option_values
 from megatron_nemotron3.launch import Launch, ParallelLayout
 from megatron_nemotron3.launch import check as violations
@@ -131,7 +132,7 @@ def _record_of(how: Distillation) -> dict[str, str]:
         record["weights"] = f"{found.name} {_digest(found)}"
     record |= {"kind": how.kind, "temperature": repr(how.temperature), "weight": repr(how.weight)}
     if how.projection:
-        record["projection"] = hashlib.sha256(Path(how.projection).read_bytes()).hexdigest()[:16]
+        record["projection"] = hashlib.sha256(read_outside(how.projection, limit=1 << 32)).hexdigest()[:16]
     return record
 
 
@@ -139,7 +140,7 @@ def _digest(folder: Path) -> str:
     """Of the names, sizes and ends of the files with numbers, so that a teacher may be moved."""
     digest = hashlib.sha256()
     for file in sorted(path for path in folder.iterdir() if path.suffix in _NUMBERS):
-        with file.open("rb") as opened:
+        with open_outside(file) as opened:
             size = opened.seek(0, os.SEEK_END)
             opened.seek(max(0, size - _END))
             digest.update(f"{file.name} {size}\n".encode() + opened.read())

@@ -205,6 +205,39 @@ def _fields() -> dict[str, object]:
     return {key: value for key, value in new.items() if value != old[key] and key not in ("name", "title")}
 
 
+_LAYER_1 = "model.layers.1.mixer"
+_TARGETS = json.loads((FOLDER / "adapter_config.json").read_text())["target_modules"]
+
+
+def test_pairs_of_numbers_that_are_not_floating_point(
+    base: Path, shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a quantized adapter has them, beside scales that plain LoRA does not know."""
+    tensors = load_file(shared / "adapter_model.safetensors")
+    name = min(tensors)
+    save_file({**tensors, name: tensors[name].to(torch.int8)}, shared / "adapter_model.safetensors")
+    said = message(capsys, "from-hf", base, tmp_path / "out", "--adapter", shared, "--merge-adapter")
+    assert "the pair of backbone.layers.0.mixer.in_proj is int8" in said
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"target_modules": "all-linear"},
+        {"target_modules": r".*\.(" + "|".join(_TARGETS) + ")"},
+        {"r": 9, "rank_pattern": {"none": 7, r"layers\.\d.*": RANK}},
+        {"init_lora_weights": "gaussian", "use_rslora": None, "layers_to_transform": []},
+    ],
+    ids=str,
+)
+def test_fields_that_say_the_same(base: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
+    """Other words for the same matrices and ranks."""
+    folder = shutil.copytree(FOLDER, tmp_path / "adapter")
+    data = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**data, **fields}))
+    run("from-hf", base, tmp_path / "merged", "--adapter", folder, "--merge-adapter")
+
+
 def test_refused(base: Path, shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("from-hf", base, tmp_path / "plain")
     run("from-hf", base, tmp_path / "lora", "--adapter", shared)
@@ -224,17 +257,34 @@ def test_refused(base: Path, shared: Path, tmp_path: Path, capsys: pytest.Captur
         ("use_dora", True, "only plain LoRA"),
         ("peft_type", "IA3", "only LORA"),
         ("alpha_pattern", {"q_proj": 2}, "only plain LoRA"),
-        ("lora_alpha", "ten", "not valid"),
+        ("use_dora", 0, "only plain LoRA"),
+        ("use_newest_kind", {"a": 1}, "only plain LoRA"),
+        ("lora_alpha", "ten", "lora_alpha 'ten' is not a number above 0"),
+        ("lora_alpha", 10**400, "is not a number above 0"),
+        ("use_rslora", "yes", "use_rslora 'yes' is neither true nor false"),
+        ("init_lora_weights", "pissa", "'pissa': the base has other weights"),
         ("target_parameters", [], "does not hold"),
+        ("target_parameters", ["experts.up_proj"], f"a pair of {_LAYER_1}.experts.down_proj, which"),
+        ("target_modules", ["q_proj"], "it has a pair of model.layers.0.mixer.in_proj, which its fields"),
+        ("target_modules", [*_TARGETS, "out_proj"], "it adapts model.layers.0.mixer.out_proj, of which"),
+        ("target_modules", ".*(in_proj", "'.*(in_proj' is not a pattern: missing ), unterminated"),
+        ("target_modules", "(.|.)*#", "its patterns cannot be compared: it takes more than"),
+        ("exclude_modules", ["q_proj"], "it has a pair of model.layers.3.mixer.q_proj, which its fields"),
+        ("layers_to_transform", [0], f"it has a pair of {_LAYER_1}.fc1_latent_proj, which its fields"),
+        ("layers_to_transform", "0", "layers_to_transform '0' is not a list of numbers"),
+        ("rank_pattern", {"q_proj": 8}, "q_proj has rank 8, and its pair in the file has rank"),
         ("r", 0, "the rank 0 (r or rank_pattern) is not a whole number from 1 to 65,536"),
         ("r", True, "the rank True (r"),
-        ("r", RANK + 1, "has another rank than adapter_config.json says: 4"),
-        ("rank_pattern", 8.5, "the rank 8.5 (r"),
+        ("r", "4", "the rank '4' (r"),
+        ("r", 10**30, "is not a whole number from 1 to 65,536"),
+        ("r", RANK + 1, f"has rank {RANK + 1}, and its pair in the file has rank {RANK}"),
+        ("rank_pattern", 8.5, "rank_pattern 8.5 is not an object of ranks"),
     ):
-        broken = shutil.copytree(shared, tmp_path / f"broken {key} {value}")
+        shutil.rmtree(tmp_path / "broken", ignore_errors=True)
+        broken = shutil.copytree(shared, tmp_path / "broken")
         data = json.loads((broken / "adapter_config.json").read_text())
         (broken / "adapter_config.json").write_text(json.dumps({**data, key: value}))
-        if key == "target_parameters":  # down_proj alone: nothing but the list says which of both it is
+        if value == []:  # down_proj alone: nothing but the list says which of both it is
             tensors = load_file(broken / "adapter_model.safetensors")
             kept = {n: t for n, t in tensors.items() if ".base_layer." not in n}
             save_file(kept, broken / "adapter_model.safetensors")
@@ -250,7 +300,7 @@ def test_an_adapter_of_rank_0(base: Path, shared: Path, tmp_path: Path, capsys: 
     empty = {n: t[:0] if "lora_A" in n else t[:, :0].contiguous() for n, t in tensors.items()}
     broken = shutil.copytree(shared, tmp_path / "broken")
     save_file(empty, broken / "adapter_model.safetensors")
-    assert "another rank" in message(capsys, "from-hf", base, tmp_path / "out", "--adapter", broken)
+    assert "has rank 0" in message(capsys, "from-hf", base, tmp_path / "out", "--adapter", broken)
     stem = "backbone.layers.0.mixer.in_proj"
     arrays = {
         stem + A: torch.zeros(0, 4),

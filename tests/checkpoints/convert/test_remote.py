@@ -129,10 +129,18 @@ def test_errors(folders: Path, capsys: Capture, tmp_path: Path) -> None:
         ("nosuch://bucket/run", "nosuch://bucket/run: "),
         ("memory://bucket/hf/config.json", "is not a folder"),
         ("memory://bucket", "there is no checkpoint in it"),
+        ("reference://x", "reference://x: it cannot be opened: TypeError("),
+        ("dir://x", "dir://x: it cannot be opened: AttributeError("),
+        ("jlab://x", "jlab://x: it cannot be opened: TypeError("),
+        ("zip://x::hf", "zip://x::hf: it cannot be opened: "),
+        ("HF://x/y", "HF://x/y: it cannot be opened: ValueError('Protocol not known"),
+        ("dir:///", "dir:/// names no folder: write it behind ://"),
     ):
         assert command("check", url) == 2
         out, err = capsys.readouterr()
         assert message in err and "Traceback" not in err and err.count("\n") == 1, err
+    assert command("convert", "to-hf", "memory://bucket/run", "memory://") == 2
+    assert "memory:// names no folder" in capsys.readouterr().err
     assert command("convert", "from-hf", "memory://bucket/run", tmp_path / "x") == 2
     assert "use `nemotron3 convert to-hf`" in capsys.readouterr().err
 

@@ -2,8 +2,10 @@
 
 import errno
 import hashlib
+import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +14,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from megatron_nemotron3.checkpoints.folders import require_tokenizer
 from megatron_nemotron3.train.data import read_texts, train_tokenizer
-from megatron_nemotron3.train.data.tokenizer import END_OF_DOCUMENT
+from megatron_nemotron3.train.data.tokenizer import END_OF_DOCUMENT, read_tokenizer
 from tests.train.data.byte_tokenizer import byte_tokenizer
 
 VOCAB = 512
@@ -48,6 +51,7 @@ def test_any_text_comes_back(bpe, text):
 
 _TRAIN = """
 import sys
+from megatron_nemotron3.checkpoints.folders import require_tokenizer
 from megatron_nemotron3.train.data import read_texts, train_tokenizer
 train_tokenizer(read_texts(max_bytes=200_000).documents, 512, sys.argv[1])
 """
@@ -85,3 +89,29 @@ def test_full_disk_leaves_no_tokenizer(tmp_path, monkeypatch, call):
         train_tokenizer(["text"], 258, tmp_path)
     assert caught.value.errno == errno.ENOSPC
     assert os.listdir(tmp_path) == []
+
+
+def test_code_of_a_folder_is_not_run(bpe, tmp_path, monkeypatch):
+    """transformers would ask on stdin, where the first line of a chat may be a y."""
+    folder = shutil.copytree(bpe.tokenizer_model, tmp_path / "tokenizer")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config |= {"auto_map": {"AutoTokenizer": ["code.Own", "code.Own"]}, "tokenizer_class": "Own"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "code.py").write_text(f"open({str(tmp_path / 'CANARY')!r}, 'w')\nclass Own: pass\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
+    with pytest.raises(ValueError, match=r"/tokenizer: its tokenizer is code \(auto_map\), which is not run"):
+        read_tokenizer(folder)
+    assert not (tmp_path / "CANARY").exists()
+    assert read_tokenizer(bpe.tokenizer_model).eos_token == END_OF_DOCUMENT
+
+
+def test_a_file_that_is_too_long_for_a_tokenizer(bpe, tmp_path):
+    """A sparse one, which takes no room on disk, would be read into memory by transformers."""
+    folder = shutil.copytree(bpe.tokenizer_model, tmp_path / "tokenizer")
+    with (folder / "special_tokens_map.json").open("wb") as file:
+        file.truncate(1 << 40)
+    for read in (read_tokenizer, require_tokenizer):
+        with pytest.raises(
+            ValueError, match=r"/special_tokens_map.json: it is longer than 268,435,456 bytes"
+        ):
+            read(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -222,6 +223,10 @@ def _damage(folder: Path) -> None:
     shutil.copy(folder / "long.wav", folder / "sound.mp4")
     Image.new("1", (20_000, 10_000)).save(folder / "huge.png")
     Image.new("L", (20_000, 8)).save(folder / "narrow.png")
+    Image.new("L", (64, 64)).save(folder / "script.png", "EPS")
+    (folder / "list.mp4").write_text("ffconcat version 1.0\nfile even.mp4\n")
+    (folder / "gs").write_text(f"#!/bin/sh\ntouch {folder}/CANARY\n")
+    (folder / "gs").chmod(0o755)
 
 
 BAD = {
@@ -234,15 +239,22 @@ BAD = {
     "text.mp4": "text.mp4: not a video",
     "half.mp4": "half.mp4: ",
     "sound.mp4": "sound.mp4: it has no video",
+    "script.png": "script.png: not a picture that can be decoded: cannot identify",
+    "list.mp4": "list.mp4: not a video",
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_media_that_cannot_be_used(processor: Any, folder: Path, name: str) -> None:
-    """The error names the place of the conversation, the file and what is wrong."""
+def test_media_that_cannot_be_used(
+    processor: Any, folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error names the place of the conversation, the file and what is wrong; no program is started."""
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", None)  # not looked for yet
     kind = {"wav": "audio", "mp4": "video"}.get(name[-3:], "image")
     with pytest.raises(MediaError, match=f"^chats.jsonl:7: .*{BAD[name]}"):
         sample([say("user", part(kind, name))], processor, CONFIG, folder=folder, place="chats.jsonl:7")
+    assert not (folder / "CANARY").exists()
 
 
 @pytest.mark.parametrize(
