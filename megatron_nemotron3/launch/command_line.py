@@ -16,6 +16,7 @@ from megatron_nemotron3.launch import yaml_launch
 from megatron_nemotron3.launch.flag import Flag, is_known
 from megatron_nemotron3.launch.layout import ParallelLayout
 from megatron_nemotron3.launch.script import LaunchSource, Script, follow
+from megatron_nemotron3.models.config import MOST
 from megatron_nemotron3.precision.settings import OPTION, Emulation, parse_emulation
 
 _SIZES = {
@@ -26,6 +27,7 @@ _SIZES = {
     "etp": "--expert-tensor-parallel-size",
 }
 _PATTERN, _DEPTHS = "--hybrid-layer-pattern", "--mtp-num-layers"
+_MTP = "mtp_num_layers"
 _OLD_PATTERN, _OLD_MTP = "--hybrid-override-pattern", "--mtp-hybrid-override-pattern"
 
 #: Twice as many as Megatron has.
@@ -109,6 +111,8 @@ def _rename_patterns(options: dict[str, tuple[str, ...]]) -> list[str]:
         options[_PATTERN] = options.pop(_OLD_PATTERN)
     depths = "".join(options.get(_DEPTHS, ()))
     if _OLD_MTP in options and _PATTERN in options and depths.isdecimal():
+        if len(depths) > 9 or int(depths) > MOST[_MTP]:
+            raise ValueError(f"{_DEPTHS} {depths[:40]}: a model has at most {MOST[_MTP]}")
         mtp = options.pop(_OLD_MTP)
         options[_PATTERN] = ("/".join((*options[_PATTERN], *mtp * int(depths))),)
     return remarks
