@@ -21,6 +21,7 @@ from megatron_nemotron3.common.limits import ChildError
 from megatron_nemotron3.launch import Launch
 from megatron_nemotron3.launch.schedule import require_schedule
 from megatron_nemotron3.train import processes as machine
+from tests.support.smallest_tokenizer import SMALLEST
 
 ROOT = Path(__file__).parents[1]
 
@@ -149,7 +150,7 @@ def test_what_train_cannot_read_is_noticed_before_anything_is_imported(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     (tmp_path / "tok").mkdir()
-    (tmp_path / "tok/tokenizer.json").touch()
+    (tmp_path / "tok/tokenizer.json").write_text(SMALLEST)
     assert cli.main(["train", "nano", "--tiny", *words]) == 2
     assert said in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "tok"]

@@ -42,11 +42,11 @@ LINES: dict[str, tuple[str, ...]] = {
         "", "dir", "file.txt", "pipe", "/dev/zero", '""',
     ),
     "check": (
-        "", "dir", "file.txt", "pipe", "/dev/null", "/",
+        "", "dir", "file.txt", "pipe", "/dev/null", ".",
     ),
     "convert": (
         "", "x", "to-hf a", "to-hf nope out", "to-hf dir out", "to-hf file.txt out", "from-hf dir out",
-        "to-hf dir out --model q.json", "to-hf dir out --workers 0", "to-hf / out",
+        "to-hf dir out --model q.json", "to-hf dir out --workers 0", "to-hf . out",
         "from-hf dir dir/x --model empty.json",
     ),
     "convert verify": (

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megatron_nemotron3.checkpoints.tokenizer_file import require_bounded
 from megatron_nemotron3.common.files import Unreadable, open_outside, write_text
 from megatron_nemotron3.common.parser import first_missing, not_installed
 
@@ -115,6 +116,8 @@ def require_tokenizer(folder: str | Path) -> None:
     require_small_files(path)
     if first_missing("tokenizers"):  # where transformers ends in a NameError
         raise ValueError(not_installed("tokenizers"))
+    if (path / TOKENIZER_FILES[0]).is_file():
+        require_bounded(path / TOKENIZER_FILES[0])
 
 
 def require_small_files(folder: Path) -> None:

@@ -109,12 +109,18 @@ def copy(wanted: Sequence[RecipeScript], folder: Path) -> list[Path]:
             f"{', '.join(different)}: exists and is not this version's file; nothing was copied: "
             "move it away or give another --output"
         )
-    for path, target in targets.items():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if not target.exists():
-            write_bytes(target, path.read_bytes())
-        if _is_started(path):
-            target.chmod(target.stat().st_mode | 0o111)
+    new = [target for target in targets.values() if not target.exists()]
+    try:
+        for path, target in targets.items():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if target in new:
+                write_bytes(target, path.read_bytes())
+            if _is_started(path):
+                target.chmod(target.stat().st_mode | 0o111)
+    except BaseException:  # a recipe without what it sources is none
+        for target in new:
+            target.unlink(missing_ok=True)
+        raise
     return [target.relative_to(folder) for target in targets.values()]
 
 

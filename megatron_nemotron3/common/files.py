@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import importlib.util
 import json
 import os
@@ -22,6 +23,8 @@ from typing import Any, BinaryIO
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 #: Bytes read per call.
 _BLOCK = 1 << 20
+#: Bytes of the longest name that gets a suffix as it is: file systems have 255.
+_LONG = 200
 _KINDS = {
     **{stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"},
     **{stat.S_IFCHR: "a character device", stat.S_IFBLK: "a block device"},
@@ -103,6 +106,8 @@ def require_output(path: Path, option: str) -> None:
     folder, given = path.absolute().parent, f"{option} {path}"
     if path.is_dir():
         raise ValueError(f"{given} is a folder: give the name of a file")
+    if path.is_symlink():
+        raise ValueError(f"{given} is a link, which the file would replace: give {os.path.realpath(path)}")
     if path.exists() and not path.is_file():
         raise ValueError(f"{given} is not a regular file: give another name")
     if not folder.is_dir():
@@ -186,7 +191,15 @@ def write_json(path: Path, data: Any, indent: int | None = 1) -> None:
 
 def temporary_prefix(name: str) -> str:
     """The beginning of the names of `atomic`'s temporary files for a file `name`."""
-    return f".{name}.part"
+    return f".{short_name(name)}.part"
+
+
+def short_name(name: str) -> str:
+    """`name`, or of a long one its beginning and a digest, so that a suffix fits."""
+    data = os.fsencode(name)
+    if len(data) <= _LONG:
+        return name
+    return f"{data[: _LONG - 16].decode(errors='ignore')}{hashlib.sha256(data).hexdigest()[:16]}"
 
 
 def sync_folder(folder: Path) -> None:

@@ -7,11 +7,17 @@ import faulthandler
 import gc
 import mmap
 import os
+import pickle
 import signal
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
+
+#: Bytes and seconds of one core to read a text or a file of others: a right one takes a hundredth of it.
+MEMORY, SECONDS = 768 << 20, 5
+
+T = TypeVar("T")
 
 
 class ChildError(Exception):
@@ -58,6 +64,35 @@ def in_child(work: Callable[[], object], *, memory: int, seconds: int) -> str:
 
 class LimitError(ValueError):
     """A request needs more than its limits. The message is the end of "it …"."""
+
+
+def limited(work: Callable[[], T], what: str) -> T:
+    """`work()` in a forked child with `MEMORY` and `SECONDS`; `what` is the subject of "… takes more than …".
+
+    Raises:
+        ValueError: it takes more, and what `work` raises.
+        ChildError: no child can be started.
+    """
+
+    def answer(_: bytes) -> bytes:
+        try:
+            return pickle.dumps((work(), None))
+        except MemoryError:
+            raise
+        except BaseException as problem:  # a library in Rust raises a PanicException, which is no Exception
+            known = isinstance(problem, Exception)
+            return pickle.dumps((None, problem if known else ValueError(f"{what}: {problem}")))
+
+    child = LimitedChild(answer, memory=MEMORY, seconds=SECONDS)
+    try:
+        result, problem = pickle.loads(child.ask(b""))
+    except LimitError as exceeded:
+        raise ValueError(f"{what} {exceeded}, the most that its reading may take") from None
+    finally:
+        child.close()
+    if problem is not None:
+        raise problem
+    return result
 
 
 class LimitedChild:
@@ -138,8 +173,10 @@ class LimitedChild:
 
 def _address_space(memory: int) -> tuple[int, int]:
     """Bytes that a child may take beyond this process, at most `memory`, and all of its address space."""
-    import psutil
-
+    try:
+        import psutil
+    except ImportError:  # the package without its extras: the child has its limit of time alone
+        return memory, -1
     memory = min(memory, max(psutil.virtual_memory().available // 2, 64 << 20))
     return memory, psutil.Process().memory_info().vms + memory
 

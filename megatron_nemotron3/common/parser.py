@@ -44,6 +44,8 @@ OPTIONS = {
 }
 #: Module -> the package that has it, where the names differ.
 PACKAGES = {"google": "protobuf", "megatron": "megatron-core", "yaml": "pyyaml"}
+#: Characters of a word that are compared with others: twice the longest option of Megatron.
+LONGEST = 128
 #: With more options than this, the usage names only the required ones.
 MANY = 10
 
@@ -54,7 +56,7 @@ def nearest(word: str, known: Iterable[str], count: int = 1) -> list[str]:
     A word that begins with it comes before those that only look alike, and the shorter before the longer.
     """
     folded = {_folded(other): other for other in reversed(list(known))}
-    word = _folded(word)
+    word = _folded(word)[:LONGEST]
     if word in folded:
         return [folded[word]]
     begin = sorted((other for other in folded if len(word) > 1 and other.startswith(word)), key=len)

@@ -10,11 +10,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from megatron_nemotron3.common.limits import limited
 from megatron_nemotron3.common.switches import BOOST, EMULATE, LORA
 from megatron_nemotron3.launch import yaml_launch
 from megatron_nemotron3.launch.flag import Flag, is_known
 from megatron_nemotron3.launch.layout import ParallelLayout
 from megatron_nemotron3.launch.script import LaunchSource, Script, follow
+from megatron_nemotron3.models.config import MOST
 from megatron_nemotron3.precision.settings import OPTION, Emulation, parse_emulation
 
 _SIZES = {
@@ -25,7 +27,11 @@ _SIZES = {
     "etp": "--expert-tensor-parallel-size",
 }
 _PATTERN, _DEPTHS = "--hybrid-layer-pattern", "--mtp-num-layers"
+_MTP = "mtp_num_layers"
 _OLD_PATTERN, _OLD_MTP = "--hybrid-override-pattern", "--mtp-hybrid-override-pattern"
+
+#: Twice as many as Megatron has.
+MOST_OPTIONS = 2_000
 
 
 @dataclass(frozen=True)
@@ -68,9 +74,13 @@ def read_launch(source: str | LaunchSource) -> LaunchText:
     """Read a launch, or its text. Of an option that it gives more than once the last counts, as for argparse.
 
     Raises:
-        ValueError: the text has no option, or as `script.follow`.
+        ValueError: the text has no option or takes more than its limits, or as `script.follow`.
     """
     source = LaunchSource(source) if isinstance(source, str) else source
+    return limited(lambda: _read_launch(source), "the text of the launch")
+
+
+def _read_launch(source: LaunchSource) -> LaunchText:
     if yaml_launch.is_yaml(source.text):
         if source.variables:
             raise ValueError("--set sets variables of a shell script, and the text is YAML")
@@ -78,6 +88,8 @@ def read_launch(source: str | LaunchSource) -> LaunchText:
     else:
         followed = follow(source)
     found, notes = followed.options, followed.notes
+    if len(found) > MOST_OPTIONS:
+        raise ValueError(f"{len(found):,} different options: Megatron has fewer than {MOST_OPTIONS:,}")
     if not found:
         raise ValueError(
             "no Megatron option in the text: paste the command as it was run, pretrain_hybrid.py --…"
@@ -99,6 +111,8 @@ def _rename_patterns(options: dict[str, tuple[str, ...]]) -> list[str]:
         options[_PATTERN] = options.pop(_OLD_PATTERN)
     depths = "".join(options.get(_DEPTHS, ()))
     if _OLD_MTP in options and _PATTERN in options and depths.isdecimal():
+        if len(depths) > 9 or int(depths) > MOST[_MTP]:
+            raise ValueError(f"{_DEPTHS} {depths[:40]}: a model has at most {MOST[_MTP]}")
         mtp = options.pop(_OLD_MTP)
         options[_PATTERN] = ("/".join((*options[_PATTERN], *mtp * int(depths))),)
     return remarks

@@ -63,6 +63,10 @@ def text(value: object) -> str:
     return repr(value) if isinstance(value, float) else str(value)
 
 
+#: Megatron has some 900 options; a data path may name thousands of files.
+MOST_WORDS = 20_000
+
+
 def parse(words: Sequence[str]) -> list[Flag]:
     """Turn words of a command line into flags of section "extra".
 
@@ -70,7 +74,7 @@ def parse(words: Sequence[str]) -> list[Flag]:
         words: such as `["--lr", "1e-3", "--bf16"]` or `["--lr=1e-3"]`.
 
     Raises:
-        ValueError: a value before the first option.
+        ValueError: a value before the first option, or too many words.
     """
     return list(_parsed(tuple(words)))
 
@@ -78,6 +82,8 @@ def parse(words: Sequence[str]) -> list[Flag]:
 @lru_cache(maxsize=1024)  # a search for layouts asks for the same words again and again
 def _parsed(words: tuple[str, ...]) -> tuple[Flag, ...]:
     flags: list[Flag] = []
+    if len(words) > MOST_WORDS:
+        raise ValueError(f"{len(words):,} words of options: a launch has at most {MOST_WORDS:,}")
     for word in words:
         if word.startswith("--"):
             name, equals, value = word.partition("=")

@@ -28,8 +28,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-#: Limits of all processes together: seconds, bytes in memory, processes.
-SECONDS, MEMORY, PROCESSES = 10, 1 << 30, 64
+#: Limits of all processes together: seconds, bytes in memory, processes. Launch scripts take a tenth of them.
+SECONDS, MEMORY, PROCESSES = 5, 768 << 20, 64
 #: Seconds for the Python that becomes bash.
 _START = 30
 #: Descriptor of the record: scripts use small ones, and 200 for locks.
@@ -196,7 +196,7 @@ def _watch(process: subprocess.Popen[bytes], forks: _Forks, seconds: float) -> s
             most, looked = len(members) + (fork is not None), now
         if fork is not None:
             forks.allow(fork)
-    return f"takes more than {seconds:g} s"
+    return f"takes more than {SECONDS} s"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -222,6 +222,8 @@ def _become_bash(
     record: int, caller: socket.socket, bash: str, arguments: Sequence[str], trusted: bool
 ) -> None:
     """Replace this process by bash, with limits and the filter."""
+    with contextlib.suppress(AttributeError):  # Linux: PR_SET_PDEATHSIG, for a caller that is killed
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     for kind, limit in (
         (resource.RLIMIT_CPU, SECONDS),
         (resource.RLIMIT_AS, MEMORY // 4),

@@ -101,11 +101,16 @@ def treatment(name: str) -> str | None:
     return row["treatment"] if row else None
 
 
+#: Unknown options for which the nearest one is looked for.
+_EXPLAINED = 20
+
+
 def unknown(names: Iterable[str], version: str) -> list[str]:
     """Return a sentence for each option that the parser of minor version `version` does not have."""
     given = list(names)
     known = _known(version, "--omni-encoders" in given)
-    return [_unknown(name, version) for name in given if name.removeprefix("--") not in known]
+    lacking = [name for name in given if name.removeprefix("--") not in known]
+    return [*(_unknown(name, version) for name in lacking[:_EXPLAINED]), *lacking[_EXPLAINED:]]
 
 
 def foreign(names: Iterable[str]) -> list[str]:

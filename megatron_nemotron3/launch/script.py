@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import shlex
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -70,8 +71,8 @@ _STARTERS = ("srun", "mpirun", "mpiexec", "salloc")
 _MOST_TRIED = 16
 #: So much of a printed line is looked at.
 _LONGEST = 400
-#: Seconds of each trial with names for values.
-_TRIAL = 3
+#: Seconds of each trial with names for values, and of all runs of a script after the first.
+_TRIAL, _ALL = 3, 5
 #: What a script prints that misses an argument.
 _ARGUMENT = re.compile(r"(?<![\w-])--[a-z][\w-]+|\bargument\b")
 #: A script that reads its arguments one by one: a name in place of one would change more than a value.
@@ -164,20 +165,21 @@ def _plain_words(text: str) -> list[str] | None:
 def _run_shown(source: LaunchSource, job: Mapping[str, str]) -> ScriptRun:
     """Run a script; variables that are not set show their names where only values depend on them."""
     run = _run(source, job)
+    end = time.monotonic() + _ALL
     for _ in range(_MOST_TRIED):  # set -u: bash names one after the other
         unbound = [match[1] for match in map(_UNBOUND.search, run.errors) if match]
         if run.launches or not unbound or unbound[-1] in job:
             break
         job = {**job, unbound[-1]: f"${unbound[-1]}"}
-        run = _run(source, job)
+        run = _run(source, job, end - time.monotonic())
     placeholders = [found[2] for found in _PLACEHOLDER.finditer(source.text)]
     if not run.launches and placeholders:  # to bash, < and > are redirections
         source = replace(source, text=_PLACEHOLDER.sub(r'\1"\2\3"', source.text))
-        run = _run(source, job)
+        run = _run(source, job, end - time.monotonic())
         run.notes.append(f"placeholders count as values: {printable(', '.join(dict.fromkeys(placeholders)))}")
     if not run.launches and (run.exceeded or (run.end and run.end[1])):
         exists = replace(source, text=_FILE_TEST.sub(r"\1-n", source.text))
-        if (other := _run(exists, job)).launches:
+        if (other := _run(exists, job, end - time.monotonic())).launches:
             ending = f"ends with status {run.end[1]} in line {run.end[0]}" if run.end else run.exceeded
             other.notes.append(f"the script {ending}; it is read as if every file that it tests existed")
             source, run = exists, other
@@ -192,7 +194,7 @@ def _run_shown(source: LaunchSource, job: Mapping[str, str]) -> ScriptRun:
     shown, first = dict(job), run
     for tried in (names, *([name] for name in names[:_MOST_TRIED])):
         values = {**shown, **{name: f"${name}" for name in tried}}
-        trial = _run(source, values, _TRIAL)
+        trial = _run(source, values, min(_TRIAL, end - time.monotonic()))
         added = set(values) - set(job)
         if not trial.exceeded and trial.commands(added) == first.commands(added):
             shown, run = values, trial
@@ -210,7 +212,7 @@ def _used(text: str) -> list[str]:
     return list(dict.fromkeys([*_USED.findall(text), *counted]))
 
 
-def _run(source: LaunchSource, others: Mapping[str, str], seconds: float | None = None) -> ScriptRun:
+def _run(source: LaunchSource, others: Mapping[str, str], seconds: float = jail.SECONDS) -> ScriptRun:
     """Run a script with the variables of --set and with others, which the script may assign."""
     values = {**others, **source.variables}
     last = max((int(name) for name in values if name.isdecimal()), default=0)
@@ -224,7 +226,8 @@ def _run(source: LaunchSource, others: Mapping[str, str], seconds: float | None 
         environment = {"PATH": "/nowhere", "HOME": str(Path.home()), **values, "BASH_ENV": str(before)}
         words = [str(script), *arguments]
         try:
-            run = ScriptRun(jail.run(words, environment, folder, trusted=source.trusted, seconds=seconds))
+            limit = max(min(seconds, jail.SECONDS), 0.1)
+            run = ScriptRun(jail.run(words, environment, folder, trusted=source.trusted, seconds=limit))
         except jail.JailError as problem:
             raise ValueError(
                 f"{problem}: install libseccomp2 (2.5, for Linux 5.5), pass --trust-script if the script may "
@@ -237,6 +240,8 @@ def _run(source: LaunchSource, others: Mapping[str, str], seconds: float | None 
     for match in filter(None, map(_ERROR.match, lines)):
         run.errors.append(printable(f"line {match[1]}: {match[2]}" if match[1] else match[2]))
     run.printed = printable(_ERROR.sub(r"\2", lines[-1])) if lines else ""
+    if "alloc: cannot allocate" in run.printed:  # bash says so and ends
+        run.exceeded = f"takes more than {jail.MEMORY >> 22} MiB of memory in one process"
     return run
 
 

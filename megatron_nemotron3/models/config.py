@@ -68,6 +68,12 @@ def _require_value(model: str, field: str, annotation: str, value: object) -> No
         if not 0 <= value < 1 << 63 or (value == 0 and not zero):
             number = "a positive number or 0" if zero else "a positive number"
             raise ValueError(f"{model}: {field}={str(value)[:40]}: give {number} below 2^63")
+        if value > (most := MOST.get(field, value)):
+            raise ValueError(f"{model}: {field}={value:,}: the tables of a model have at most {most:,}")
+
+
+#: Most of what tables are made of, ten times what the largest published models have.
+MOST = {"num_moe_experts": 16_384, "mtp_num_layers": 64}
 
 
 def _read_moe_layers(model: str, pattern: str, experts: int | None, value: object) -> _MoELayers:

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 #: Character -> layer kind.
 KINDS: dict[str, str] = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}
 
+#: Ten times the layers of the deepest published model; costs of a layout are counted layer by layer.
+MOST_LAYERS = 1_280
 PIPE = "|"
 _OPEN, _CLOSE = "[", "]"
 _LAYOUT = str.maketrans("", "", PIPE + _OPEN + _CLOSE)
@@ -53,6 +55,8 @@ def validate(pattern: str) -> None:
     """Check a pattern of layers alone: no `|`, no `/`."""
     if not pattern:
         raise ValueError(f"empty layer pattern: give at least one of {' '.join(KINDS)}")
+    if len(pattern) > MOST_LAYERS:
+        raise ValueError(f"layer pattern of {len(pattern):,} layers: a model has at most {MOST_LAYERS:,}")
     _check_characters(pattern, "".join(KINDS), pattern)
 
 

@@ -9,6 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -144,9 +145,11 @@ class _Run:
     def __init__(self, words: Sequence[str], env: dict[str, str], log: Path, watcher: Watcher) -> None:
         self.watcher = watcher
         self.log = _Log(log)
+        # torchrun makes a folder for logs that we do not ask for, and leaves it.
+        self._folder = tempfile.TemporaryDirectory(prefix="nemotron3-", ignore_cleanup_errors=True)
         self.process = subprocess.Popen(
             words,
-            env={**env, CONTROL: "1"},
+            env={"PET_LOG_DIR": self._folder.name, **env, CONTROL: "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -205,6 +208,7 @@ class _Run:
                 self.process.wait(PATIENCE)
         self._kill()
         self.process.wait()
+        self._folder.cleanup()
         self._output.close()
         if self._rest:
             self.log.write(self._rest)

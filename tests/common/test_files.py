@@ -36,6 +36,25 @@ def test_a_full_disk_is_explained(tmp_path: Path) -> None:
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
 
+@pytest.mark.parametrize("name", ["n" * 250, "é" * 127, "n" * 200])
+def test_a_long_name_leaves_room_for_a_suffix(name: str, tmp_path: Path) -> None:
+    files.write_text(tmp_path / name, "x")
+    assert os.listdir(tmp_path) == [name]
+    short = files.short_name(name)
+    assert len(os.fsencode(short)) <= 200 and short != files.short_name(name[:-1])
+    (tmp_path / f"{short}.partial").mkdir()
+
+
+def test_a_link_is_not_replaced(tmp_path: Path) -> None:
+    """Whoever wrote to it would have a file beside the one that the link names."""
+    (tmp_path / "file").write_text("old")
+    link = tmp_path / "link"
+    link.symlink_to("file")
+    with pytest.raises(ValueError, match=f"is a link, which the file would replace: give {tmp_path}/file"):
+        files.require_output(link, "--output")
+    files.require_output(tmp_path / "file", "--output")
+
+
 def test_a_group_is_never_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the second rename fails, the marker is absent and so is the file that was already renamed."""
     data, marker = tmp_path / "data", tmp_path / "marker"

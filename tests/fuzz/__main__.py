@@ -1,4 +1,4 @@
-"""Fuzz every reader of checkpoints.
+"""Fuzz every reader of checkpoints, and of texts, tokenizers and media of others.
 
     python -m tests.fuzz --minutes 10 [--seed N] [--targets hf index …]
 

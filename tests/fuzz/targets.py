@@ -32,6 +32,7 @@ from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.proof.bisect import recording
 from megatron_nemotron3.proof.certify import certificate
 from tests.checkpoints.convert.test_dialects import config as golden
+from tests.fuzz import texts
 from tests.support import sparse_checkpoints as sparse
 from tests.support.convert_models import random_config
 from tests.support.counted_job import counted, digest
@@ -254,5 +255,10 @@ TARGETS = {
         lambda: megatron_folders("0.16.1_te", "0.17.1_singleton"), read_megatron, _is("common.pt")
     ),
     "journal": Target(interrupted, go_on, _is(JOURNAL)),
+    "launch": Target(texts.launches, texts.read_launch, _is(".txt")),
+    "rows": Target(texts.rows, texts.read_rows, _is(".json")),
+    "template": Target(texts.templates, texts.read_template, _is(".jinja")),
+    "tokenizer": Target(texts.tokenizers, texts.read_tokenizer, _is(".json")),
+    "media": Target(texts.media, texts.read_medium, _is("medium")),
     "manifest": Target(finished, lambda folder, sample: verify.verify_manifest(folder, 1), _is(MANIFEST)),
 }

@@ -17,6 +17,7 @@ from megatron_nemotron3.launch.explain import explain_command
 from megatron_nemotron3.models import get
 from megatron_nemotron3.train import run_checks
 from megatron_nemotron3.train.data import indexed
+from tests.support.smallest_tokenizer import SMALLEST
 
 #: A run of 10 steps of 2 samples of 8 tokens, with 3 evaluations of 1 step.
 RUN = {
@@ -308,7 +309,7 @@ def test_train_refuses_before_anything_is_written(
     sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "tokenizer").mkdir()
-    (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text(SMALLEST)
     words = ["train", "nano", "--tiny", "--device", "cpu", "--tokenizer", str(tmp_path / "tokenizer")]
     words += ["--seq-length", "8", "--steps", "4", "--output", str(tmp_path / "run"), "--data-path"]
     for data, expected in (

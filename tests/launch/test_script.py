@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_nemotron3 import cli
+from megatron_nemotron3.common import limits
 from megatron_nemotron3.launch import jail, script
 from megatron_nemotron3.launch.command_line import read_launch
 from megatron_nemotron3.launch.script import LaunchSource
@@ -453,6 +455,7 @@ def test_no_script_outruns_the_count(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_limits_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jail, "SECONDS", 60)  # others may use the machine
     with pytest.raises(ValueError, match="the script starts more than 64 processes before a training"):
         follow("while :; do (while :; do :; done) & done")
     monkeypatch.setattr(jail, "SECONDS", 0.5)
@@ -460,6 +463,50 @@ def test_limits_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
         follow("while :; do :; done")
     notes = follow("pretrain.py --seed 1\nwhile :; do :; done").notes
     assert "the script takes more than 0.5 s and was ended" in notes
+
+
+ENDLESS = {
+    "exponential": "$ab" * 40 + "!\ntorchrun pretrain.py --seed 1",
+    "quadratic": "(" * 1_000_000 + "\ntorchrun pretrain.py --seed 1",
+    "aliases": "a0: &a0 [x,x,x,x,x,x,x,x,x]\n"
+    + "".join(f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 10))
+    + "MODEL_ARGS:\n  --num-layers: *a9\n",
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_text_that_takes_too_long_is_ended(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "SECONDS", 1)
+    with pytest.raises(ValueError, match="the text of the launch takes more than 1 s"):
+        read_launch(LaunchSource(ENDLESS[name]))
+
+
+def test_all_runs_of_a_script_have_one_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each variable without a value is tried; calls of three grow as 3^n."""
+    monkeypatch.setattr(jail, "SECONDS", 1)
+    monkeypatch.setattr(script, "_ALL", 1)
+    calls = "f0(){ :; }\n" + "".join(f"f{i}(){{ f{i - 1}; f{i - 1}; f{i - 1}; }}\n" for i in range(1, 30))
+    runs: list[float] = []
+    run = jail.run
+
+    def counted(*words: Any, seconds: float, **options: Any) -> str:
+        runs.append(seconds)
+        return run(*words, seconds=seconds, **options)
+
+    monkeypatch.setattr(jail, "run", counted)
+    words = " ".join(f"--seed $U{i}" for i in range(40))
+    with pytest.raises(ValueError, match="the script takes more than 1 s before a training"):
+        follow(f"{calls}f29\ntorchrun pretrain.py {words}\n")
+    assert len(runs) == 2 and sum(runs) <= 2
+
+
+def test_memory_and_options_have_limits() -> None:
+    with pytest.raises(ValueError, match="takes more than 192 MiB of memory in one process before"):
+        follow("A=xxxxxxxxxxxxxxxx\n" + 'A="$A$A"\n' * 25 + "pretrain.py --seed 1")
+    with pytest.raises(ValueError, match="2,001 different options: Megatron has fewer than 2,000"):
+        read_launch("pretrain.py " + " ".join(f"--o{i}" for i in range(2001)))
+    with pytest.raises(ValueError, match="30,001 words of options"):
+        read_launch("pretrain.py --data-path" + " a" * 30_000)
 
 
 def test_without_a_filter_a_script_needs_trust(

@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 from megatron.core.models.hybrid import hybrid_layer_allocation as megatron
 
 from megatron_nemotron3.models import ULTRA
-from megatron_nemotron3.models.pattern import KINDS, HybridPattern, count, cut, join_stages, parse, validate
+from megatron_nemotron3.models.config import MOST
+from megatron_nemotron3.models.pattern import (
+    KINDS,
+    MOST_LAYERS,
+    HybridPattern,
+    count,
+    cut,
+    join_stages,
+    parse,
+    validate,
+)
 
 LAYERS = st.text("M*E-", min_size=1, max_size=8)
 # Structured text, so that a good share is valid; then any text over the alphabet and two strangers.
@@ -234,3 +244,13 @@ def test_cut_with_given_costs() -> None:
         cut("MM", 2, [1.0])
     with pytest.raises(ValueError, match="last_stage_extra is nan"):
         cut("MM", 2, [1.0, 1.0], last_stage_extra=float("nan"))
+
+
+def test_sizes_of_which_tables_are_made_have_limits() -> None:
+    """Published models have a tenth of them; costs are counted layer by layer."""
+    validate("M" * MOST_LAYERS)
+    with pytest.raises(ValueError, match="layer pattern of 1,000,000 layers: a model has at most 1,280"):
+        validate("M" * 1_000_000)
+    for field in MOST:
+        with pytest.raises(ValueError, match=f"{field}=1,000,000,000: the tables of a model have at most"):
+            ULTRA.but(**{field: 10**9})

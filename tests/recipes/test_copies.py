@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_nemotron3 import cli
+from megatron_nemotron3.cli import recipes as package
 from megatron_nemotron3.cli.recipes import RecipeScript, recipes
 from tests.recipes.cases import BASIC, CASES, RECIPES, run
 
@@ -149,3 +151,23 @@ def test_one_clear_line(
     said = capsys.readouterr()
     assert message in said.err and said.err.count("\n") == 1 and said.out == ""
     assert _files(tmp_path) == {"FILE"}
+
+
+def test_a_full_disk_leaves_no_half_of_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was there stays; what was copied before the disk was full is removed."""
+    wanted = package.chosen("nano", "pretrain")
+    first, *rest = package.copy(wanted, tmp_path)
+    for path in rest:
+        (tmp_path / path).unlink()
+    write, written = package.write_bytes, list[Path]()
+
+    def full(target: Path, data: bytes) -> None:
+        if written:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written.append(target)
+        write(target, data)
+
+    monkeypatch.setattr(package, "write_bytes", full)
+    with pytest.raises(OSError, match="No space left"):
+        package.copy(wanted, tmp_path)
+    assert [path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()] == [first]

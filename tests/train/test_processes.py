@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -54,6 +55,28 @@ def test_an_interrupt_asks_and_sends_no_signal(tmp_path: Path) -> None:
     assert _follow(OBEYS, tmp_path / "log", watcher) == 0
     assert watcher.lines == ["ready\n", "saved\n"] and watcher.interrupts == 1
     assert (tmp_path / "log").read_text() == "ready\nsaved\n"
+
+
+@pytest.mark.parametrize("interrupts", [0, 1])
+def test_torchruns_folder_of_logs_is_removed(
+    interrupts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun makes it in the folder of PET_LOG_DIR, or for good where temporary files are."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.run import get_args_parser
+
+    place = tmp_path / "temporary"
+    place.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    watcher = Watcher(interrupts=interrupts)
+    made = "import os; os.mkdir(os.environ['PET_LOG_DIR'] + '/none_x'); "
+    ends = OBEYS if interrupts else "print(os.environ['PET_LOG_DIR'])"
+    assert _follow(made + ends, tmp_path / "log", watcher) == 0
+    assert watcher.lines and os.listdir(place) == []
+    monkeypatch.setenv("PET_LOG_DIR", str(place / "logs"))
+    assert get_args_parser().parse_args(["script.py"]).log_dir == str(place / "logs")
+    assert DefaultLogsSpecs(log_dir=str(place / "logs")).root_log_dir == str(place / "logs")
+    assert os.listdir(place) == ["logs"]
 
 
 def test_a_second_interrupt_ends_what_does_not_obey(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from megatron_nemotron3.checkpoints.structure import CONFIG as MEGATRON_CONFIG
 from megatron_nemotron3.common import lock
 from megatron_nemotron3.common.files import (
     read_outside,
+    short_name,
     sync_folder,
     temporary_prefix,
     write_bytes,
@@ -127,7 +128,7 @@ def check_target(target: Path) -> None:
 
 def partial_of(target: Path) -> Path:
     """Return the path of a folder while it is written."""
-    return target.with_name(target.name + ".partial")
+    return target.with_name(short_name(target.name) + ".partial")
 
 
 def run(

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.checkpoints.metadata import CheckpointError, read_file, read_json
+from megatron_nemotron3.checkpoints.tokenizer_file import LIMIT, require_bounded
 
 TOKENIZER = "tokenizer.json"
-#: Longest tokenizer.json that is read, in bytes; that of Nemotron 3 has 17 MB.
-_LIMIT = 256 << 20
 #: Replacement character that an incomplete UTF-8 character decodes to, once or once per byte.
 _INCOMPLETE = "\ufffd"
 _MAX_INCOMPLETE = 3
@@ -33,11 +32,8 @@ class Tokenizer:
         path = folder / TOKENIZER
         if not path.is_file():
             raise ValueError(f"{folder}: there is no {TOKENIZER} in it: give --tokenizer DIR")
-        data = read_file(path, _LIMIT)
-        try:
-            self._tokenizer = FastTokenizer.from_buffer(data)
-        except Exception as problem:  # the library raises nothing more specific
-            raise ValueError(f"{path}: not a tokenizer: {problem}") from None
+        require_bounded(path)
+        self._tokenizer = FastTokenizer.from_buffer(read_file(path, LIMIT))
         self.folder = folder
         #: Ids are 0 to vocab_size - 1.
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1

@@ -93,6 +93,10 @@ def parse_sizes(words: Sequence[str]) -> dict[str, Size]:
     return {name: numbers[0] if len(numbers) == 1 else numbers for name, numbers in found.items()}
 
 
+#: Values of a size to choose from: a search compares all in each layer, for each choice of the others.
+MOST_VALUES = 64
+
+
 def parse_numbers(words: Sequence[str], option: str, wanted: str) -> dict[str, tuple[int, ...]]:
     """Read the words of an option, "NAME=N,N,…", with names of `DIMENSIONS`."""
     found: dict[str, tuple[int, ...]] = {}
@@ -102,6 +106,8 @@ def parse_numbers(words: Sequence[str], option: str, wanted: str) -> dict[str, t
         if not equals or not all(one.isascii() and one.isdigit() and int(one) for one in numbers):
             raise ValueError(f"{option} {word}: give {wanted}")
         require_known(name)
+        if len(numbers) > MOST_VALUES:
+            raise ValueError(f"{option} {name}: {len(numbers):,} values: give at most {MOST_VALUES}")
         if name in found:
             raise ValueError(f"{option} {word}: {name} is given twice: drop one")
         found[name] = tuple(map(int, numbers))

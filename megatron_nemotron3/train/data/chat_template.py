@@ -19,6 +19,8 @@ from megatron_nemotron3.common.limits import LimitedChild, LimitError
 
 #: Bytes and seconds of a rendering, and characters of a text.
 _MEMORY, _SECONDS, _LONGEST = 512 << 20, 5, 64 << 20
+#: Characters of a template; NVIDIA's have 20,000.
+_SOURCE = 1 << 20
 #: Unicode's noncharacters: the first that a text does not have encloses the marks.
 _NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 #: The call in the copy.
@@ -48,6 +50,8 @@ class ChatTemplate:
     """A template and the special tokens of its tokenizer."""
 
     def __init__(self, source: str, special: Mapping[str, Any]) -> None:
+        if len(source) > _SOURCE:
+            raise ValueError(f"the chat template has {len(source):,} characters, more than {_SOURCE:,}")
         import transformers.utils.chat_template_utils  # noqa: F401  (in this process, not in each child)
 
         self.source = source

@@ -256,8 +256,13 @@ class Encoder:
     def _ids(self, texts: list[str], before: str = "") -> list[list[int]]:
         head = self._head if before else 0
         encode = self.tokenizer.backend_tokenizer.encode_batch_fast
-        # One by one: an encoding takes some hundred bytes for each token.
-        return [encode([before + text], add_special_tokens=False)[0].ids[head:] for text in texts]
+        try:
+            # One by one: an encoding takes some hundred bytes for each token.
+            return [encode([before + text], add_special_tokens=False)[0].ids[head:] for text in texts]
+        except BaseException as problem:
+            if type(problem).__name__ != "PanicException":  # of the library in Rust, and no Exception
+                raise
+            raise ValueError(f"the tokenizer ends at this text: {problem}") from None
 
     @cached_property
     def _before(self) -> str:

@@ -24,6 +24,10 @@ _VIDEOS = {
     "format_whitelist": "mov,matroska,avi,mpegts,mpeg,ogg,asf,gif,wav",
     "protocol_whitelist": "file",
 }
+#: Values of the longest sound, all channels: an hour at 16 kHz, and 512 MiB while it is decoded.
+MOST_VALUES = 1 << 26
+#: Pixels of a video's sampled frames, 256 of 1080p, and of all that are decoded for them: 27 minutes of it.
+MOST_SAMPLED, MOST_DECODED = 1 << 29, 100 * 10**9
 #: Seconds of the shortest sound: two frames of a spectrogram, without which its variance is 0 / 0.
 SHORTEST_SOUND = 0.02
 #: Tag of a picture's orientation in EXIF, and its values for a quarter turn.
@@ -69,9 +73,7 @@ def load_picture(path: str) -> Any:
 def sound_length(path: str, sampling_rate: int) -> int:
     """Number of samples at `sampling_rate`, in Hz; nothing is decoded."""
     with _named(path, "sound (WAV, FLAC, Ogg or MP3)"):
-        import soundfile
-
-        header = soundfile.info(path)
+        header = _sound_header(path)
         length = math.ceil(header.frames * sampling_rate / header.samplerate)
     _long_enough(path, length, sampling_rate)
     return length
@@ -83,6 +85,7 @@ def load_sound(path: str, sampling_rate: int) -> Any:
         import numpy as np
         from transformers.audio_utils import load_audio
 
+        _sound_header(path)
         samples = load_audio(path, sampling_rate=sampling_rate, backend="soundfile")
         if not np.isfinite(samples).all():
             raise MediaError(f"{path}: the sound has samples that are not finite")
@@ -110,12 +113,21 @@ def load_video(path: str, indices: Sequence[int]) -> Any:
 
     wanted, last = set(map(int, indices)), int(max(indices))
     frames = []
-    with _video(path) as (container, _):
+    with _video(path) as (container, stream):
+        pixels = stream.height * stream.width
+        for number, most in ((len(wanted), MOST_SAMPLED), (last + 1, MOST_DECODED)):
+            if number * pixels > most:
+                raise MediaError(
+                    f"{path}: {number:,} frames of {stream.width:,} x {stream.height:,} pixels; at most "
+                    f"{most:,} pixels are decoded: shorten it or scale it down"
+                )
         from av.video.reformatter import VideoReformatter
 
         # One of its own, without threads: PyAV's is kept by the process, and hangs in a process forked later.
         convert = VideoReformatter()
         for number, frame in enumerate(container.decode(video=0)):
+            if frame.width * frame.height > pixels:
+                raise MediaError(f"{path}: frame {number:,} is larger than the header of the video says")
             if number in wanted:
                 frames.append(convert.reformat(frame, format="rgb24", threads=1).to_ndarray())
             if number == last:
@@ -123,6 +135,19 @@ def load_video(path: str, indices: Sequence[int]) -> Any:
     if len(frames) != len(indices):
         raise MediaError(f"{path}: only {len(frames)} of the {len(indices)} sampled frames can be decoded")
     return np.stack(frames)
+
+
+def _sound_header(path: str) -> Any:
+    """What the header says, which is all that libsndfile decodes."""
+    import soundfile
+
+    header = soundfile.info(path)
+    if header.frames * header.channels > MOST_VALUES:
+        raise MediaError(
+            f"{path}: a sound of {header.frames:,} x {header.channels} values; at most {MOST_VALUES:,} are "
+            "decoded: cut it, or give one channel at a lower rate"
+        )
+    return header
 
 
 @contextmanager

@@ -13,11 +13,10 @@ from typing import Any
 
 from megatron_nemotron3.checkpoints.folders import TOKENIZER as FOLDER
 from megatron_nemotron3.checkpoints.metadata import read_file, read_json
+from megatron_nemotron3.checkpoints.tokenizer_file import LIMIT, require_bounded
 from megatron_nemotron3.common.files import Unreadable, json_outside
 
 FILE = "tokenizer.json"
-#: Longest tokenizer.json that is read, in bytes.
-LIMIT = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -117,12 +116,9 @@ class ByteVocabulary:
         file = path / FILE if path.is_dir() else path
         if not file.is_file():
             raise ValueError(f"{path}: there is no {FILE} in it: give a Hugging Face tokenizer folder")
+        require_bounded(file)
         data = read_file(file, LIMIT)
-        try:
-            self._tokenizer = Tokenizer.from_buffer(data)
-            content = json.loads(data)
-        except Exception as problem:  # the library raises nothing more specific
-            raise ValueError(f"{file}: not a tokenizer: {problem}") from None
+        self._tokenizer, content = Tokenizer.from_buffer(data), json.loads(data)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         # A text that mentions a special token's name is plain text.

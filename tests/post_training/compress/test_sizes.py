@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 
 from megatron_nemotron3.models import Nemotron3Config, count, get, tiny
-from megatron_nemotron3.post_training.compress.sizes import DIMENSIONS, candidate_config, parse_sizes
+from megatron_nemotron3.post_training.compress.sizes import (
+    DIMENSIONS,
+    candidate_config,
+    parse_numbers,
+    parse_sizes,
+)
 
 DENSE, SUPER, PUZZLE = (tiny(get(name)) for name in ("nano-4b", "super", "puzzle"))
 NO_MTP = SUPER.but(mtp_pattern=None, mtp_num_layers=0)
@@ -92,3 +97,9 @@ def test_words_of_sizes() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             parse_sizes(words)
+
+
+def test_a_size_has_a_limited_number_of_values() -> None:
+    many = ",".join(map(str, range(1, 5000)))
+    with pytest.raises(ValueError, match="--vary moe_ffn_hidden_size: 4,999 values: give at most 64"):
+        parse_numbers([f"moe_ffn_hidden_size={many}"], "--vary", "")

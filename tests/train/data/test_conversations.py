@@ -17,6 +17,7 @@ import pytest
 
 from megatron_nemotron3.common.switches import CONVERSATIONS, SFT_MEAN
 from megatron_nemotron3.train.data import forms, packing, train_tokenizer, workers
+from megatron_nemotron3.train.data.chat_template import ChatTemplate
 from megatron_nemotron3.train.data.conversations import Conversation, Encoder, Reading, read_conversations
 from megatron_nemotron3.train.data.forms import LINE, Findings, read_rows
 from megatron_nemotron3.train.data.packing import PackedConversations, first_fit
@@ -250,6 +251,25 @@ def test_hostile_rows_and_templates_end(tmp_path: Path, template: str, messages:
     with pytest.raises(ValueError) as raised:
         [encoder.encode(one) for one in read_conversations(path)]
     assert reason in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_library_that_ends_and_a_long_template_are_said(tmp_path: Path) -> None:
+    """A pattern that goes back too often makes the library in Rust raise what is no Exception."""
+
+    class PanicException(BaseException):
+        pass
+
+    def encode(texts: list[str], add_special_tokens: bool) -> None:
+        raise PanicException("retry-limit-in-match over")
+
+    encoder = Encoder(write_tokenizer(tmp_path / "t"))
+    library = SimpleNamespace(backend_tokenizer=SimpleNamespace(encode_batch_fast=encode))
+    encoder.tokenizer = library
+    given = Conversation([say("user", "a"), say("assistant", "b")], None, "x:1")
+    with pytest.raises(ValueError, match="x:1: the tokenizer ends at this text: retry-limit-in-match over"):
+        encoder.encode(given)
+    with pytest.raises(ValueError, match="the chat template has 1,048,577 characters, more than 1,048,576"):
+        ChatTemplate("a" * ((1 << 20) + 1), {})
 
 
 def test_system_messages_begin_conversations(tmp_path: Path) -> None:
