@@ -26,6 +26,10 @@ def packing_plan(case: Packing) -> RefitPlan:
     """The plan of a case; each trainer has a server in its process."""
     name, source, recipe, scaled, settings = case
     config = get(name)
+    if recipe.endswith("-blockwise"):  # experts of three blocks, which two ranks cut inside one
+        config = config.but(
+            moe_ffn_hidden_size=384, **({"moe_latent_size": 128} if config.moe_latent_size else {})
+        )
     training = Training.of(config, source)
     serving = EngineLayout(
         config=config,
@@ -73,7 +77,7 @@ def converted(config: Nemotron3Config, case: Packing, hf: dict[str, Tensor]) -> 
     kinds, found = formats(config, recipe.removesuffix("-blockwise")), {}
     for name, tensor in hf.items():
         found[name] = tensor
-        if kinds[name] == "fp8":
+        if kinds[name] == "fp8" and not name.endswith("in_proj.weight"):
             elements = torch.empty(tensor.shape, dtype=torch.float8_e4m3fn)
             scales = torch.empty([-(-n // 128) for n in tensor.shape])
             for i in range(scales.shape[0]):

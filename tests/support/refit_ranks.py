@@ -110,8 +110,7 @@ def twice(case: Case) -> list[Any]:
         hf[name] = hf[name].clone()
         hf[name].view(torch.int16)[-1, -1] ^= 1
     reports.append(rank.run(hf, delta=True))
-    sums = sorted(reports[-1].checksums.items())
-    return [(r.sent, r.received, r.tensors, r.unchanged) for r in reports] + [len(sums)]
+    return [(r.sent, r.received, r.tensors, r.unchanged) for r in reports]
 
 
 def subset(case: Case) -> list[Any]:
@@ -156,6 +155,24 @@ def side_by_side(cases: list[Case]) -> list[str]:
     if ranks[0].refit.receiver == 0 and ranks[0].target is not None:
         del ranks[0].target["model.norm_f.weight"]
     return [_said(partial(rank.run, tensors)) for rank, tensors in zip(ranks, hf, strict=True)]
+
+
+def unwritten(case: Case, kinds: tuple[str, ...]) -> list[str]:
+    """What a rank says of checks: of loaded parameters, then with those of one kind in memory not written."""
+    rank, hf = Rank(case), whole(get(case[0]))
+    rank.run(hf)
+    report = rank.run(hf, check=True)
+    said = [f"{report.sent} {report.received} {report.unchanged == rank.plan.names}"]
+    for kind in kinds:
+        held = {n: t.clone() for n, t in (rank.target or {}).items()}
+        for name, tensor in (rank.target or {}).items():
+            if name.endswith(kind):
+                tensor.view(torch.uint8).fill_(0x7F)
+        # A refit that failed ended its process group.
+        rank.refit = Refit(rank.plan)
+        said.append(_said(partial(rank.run, hf, check=True)))
+        rank.target = held if rank.target is not None else None
+    return said
 
 
 def opposite(case: Case) -> str:

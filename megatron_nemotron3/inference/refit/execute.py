@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -44,6 +45,8 @@ _CURE = (
     "cure: the log of the rank that failed or ended first has the reason; the servers' weights are not to be "
     "used"
 )
+#: Layers' and experts' numbers in a name.
+_LAYER = re.compile(r".*layers\.\d+\.|^backbone\.|(?<=experts\.)\d+\.")
 
 
 class RefitError(RuntimeError):
@@ -55,15 +58,13 @@ class RefitReport:
     """What a refit did.
 
     sent, received: bytes of this rank. tensors: number in the plan. unchanged: names of those that are the
-    same bits as in the refit before, the same on all ranks; None in the first. checksums: of what this
-    serving rank holds of each tensor, equal to the senders'.
+    same bits as in the refit before, the same on all ranks; None in the first.
     """
 
     sent: int
     received: int
     tensors: int
     unchanged: tuple[str, ...] | None
-    checksums: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -123,9 +124,9 @@ class Refit:
                 f"the plan is colocated: sender {self.senders} and receiver {self.receivers} of the same "
                 "number must be one rank"
             )
-        ranks = sorted({*self.senders, *self.receivers})
-        if ranks[-1] >= dist.get_world_size():
-            raise ValueError(f"the plan needs rank {ranks[-1]}, the world has {dist.get_world_size()} ranks")
+        ranks, world = sorted({*self.senders, *self.receivers}), dist.get_world_size()
+        if ranks[-1] >= world:
+            raise ValueError(f"the plan needs rank {ranks[-1]}, the world has {world} ranks")
         # Of its own, so that a refit that failed leaves others and the next one alone.
         self.groups = Groups(ranks, backend=backend, timeout=timeout, own=True)
         self._failure = Failure(self.groups.abort, cure=_CURE)
@@ -147,6 +148,7 @@ class Refit:
         target: Mapping[str, Tensor] | None = None,
         *,
         delta: bool = False,
+        check: bool = False,
     ) -> RefitReport:
         """Bring the weights to the servers.
 
@@ -154,6 +156,7 @@ class Refit:
             source: on a trainer, its tensors (`held.training_tensors`).
             target: on a server, its parameters by the engine's names (`held.serving_parameters`).
             delta: send only tensors that changed since the last refit of this object; all are proved.
+            check: move nothing, only prove what the servers hold, after `load_weights` of a stream.
 
         Raises:
             ValueError: this rank neither sends nor receives.
@@ -167,7 +170,7 @@ class Refit:
                 problem = "none given" if target is None else check_target(self.plan, self.receiver, target)
             self._agree(problem, "target")
             run = self._start(sent, delta)
-            for _ in self._steps(run, target or {}):
+            for _ in () if check else self._steps(run, target or {}):
                 pass
             found = {part: sum_held(part, (target or {})[target_of(part)]) for part in self._parts(self._in)}
             return self._prove(run, found)
@@ -326,17 +329,15 @@ class Refit:
         index = {name: i for i, name in enumerate(self.plan.names)}
         wrong = self._differences(run, found, len(index), lambda part, _: index[name_of(part)])
         if wrong:
-            first = self.plan.names[wrong[0]]
+            names = [self.plan.names[place] for place in wrong]
             servers = self._differences(
-                run, found, len(self.receivers), lambda part, to: to if name_of(part) == first else None
+                run, found, len(self.receivers), lambda part, to: to if name_of(part) == names[0] else None
             )
-            ranks = [self.receivers[receiver] for receiver in servers]
-            self._fail(f"{len(wrong)} tensors differ from the trainer's, first {first} of rank {ranks[0]}")
+            first = f"{names[0]} of rank {self.receivers[servers[0]]}"
+            which = ", ".join(f"{n} {k}" for k, n in Counter(_LAYER.sub("", one) for one in names).items())
+            self._fail(f"{len(wrong)} tensors differ from the trainer's, first {first}: {which}")
         self._last = run.known
-        checksums: dict[str, int] = {}
-        for part, value in found.items():
-            checksums[name_of(part)] = added(checksums.get(name_of(part), 0), value)
-        return RefitReport(run.sent, run.received, len(index), run.unchanged, checksums)
+        return RefitReport(run.sent, run.received, len(index), run.unchanged)
 
     def _differences(
         self,

@@ -44,12 +44,12 @@ class PackedSource(Mapping[str, Tensor]):
                 self._places[name] = size, grid
                 size += prod(grid)
                 limit = nvfp4.MAX if "NVFP4" in weight.algorithm else e4m3.MAX
-                limits.append(torch.full((prod(grid),), limit))
+                limits.append(torch.full((prod(grid),), limit, dtype=torch.float32))
             if name in source:
                 self._made |= {stored.name(name): (weight, stored) for stored in stored_of(weight)}
         #: Largest magnitudes, float32 [number of scales].
-        self.largest = torch.zeros(size, device=device)
-        self._limits = torch.cat(limits or [torch.zeros(0)]).to(device)
+        self.largest = torch.zeros(size, dtype=torch.float32, device=device)
+        self._limits = torch.cat([self.largest[:0].cpu(), *limits]).to(device)
 
     def measure(self) -> str | None:
         """Find the largest magnitudes of this rank's shares. Returns what cannot be packed, if anything."""
@@ -104,7 +104,7 @@ class PackedSource(Mapping[str, Tensor]):
         if weight.algorithm is None and stored.suffix == "weight":
             return self._source[weight.tensor.name]
         if stored.suffix in weight.given:
-            return torch.tensor(weight.given[stored.suffix], device=self.largest.device)
+            return self.largest.new_tensor(weight.given[stored.suffix])
         start, grid = self._places[weight.tensor.name]
         scale = self._scales[start : start + prod(grid)]
         if not stored.columns:

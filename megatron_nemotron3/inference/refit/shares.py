@@ -17,8 +17,8 @@ Mamba layers are cut over the attention ranks, too. What both engines' own loade
 in tests/golden/engine_parameters.json.
 
 Packed weights: `nvfp4`, `fp8` and full names of recipes give what `convert to-hf --quantize` writes. A recipe
-that ends in `-blockwise` quantizes the weights that the recipe before the suffix has in FP8, as DeepSeek's
-checkpoints have them; engines scale its activations as they come:
+that ends in `-blockwise` quantizes the weights that the recipe before the suffix has in FP8, but for in_proj,
+whose parts engines refuse between blocks. Engines scale its activations as they come:
 
     X.weight            float8_e4m3fn [out, in]
     X.weight_scale_inv  float32 [out / 128, in / 128], rounded up: amax / 448 of each block
@@ -340,8 +340,11 @@ def packed(
         if scales:
             raise ValueError(f"{recipe} has no scales of activations: leave them out")
         kinds = formats(config, recipe.removesuffix(BLOCKWISE))
-        tensors = (t for mapping in mappings(config, dtype=dtype) for t in mapping.hf)
-        return {t.name: Blockwise(t, recipe) for t in tensors if kinds[t.name] == FP8}
+        tensors = [t for mapping in mappings(config, dtype=dtype) for t in mapping.hf if kinds[t.name] == FP8]
+        if cut := [t for t in tensors if ".experts." in t.name and any(n % BLOCK for n in t.shape)]:
+            what = f"engines have experts in whole blocks of {BLOCK}, {cut[0].name} is {list(cut[0].shape)}"
+            raise ValueError(f"{recipe}: {what}: use nvfp4, or fp8 with scales of activations")
+        return {t.name: Blockwise(t, recipe) for t in tensors if not t.name.endswith("mixer.in_proj.weight")}
     plan = quantization(config, recipe, scales, dtype)
     return {w.tensor.name: w for w in plan.weights if w.outputs != (w.tensor,)}
 

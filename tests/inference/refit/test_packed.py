@@ -83,6 +83,7 @@ def test_what_no_format_holds_is_an_error_before_anything_moves(value: float) ->
     [
         (["--to", "tp=2", "--quantize", "nvfp4"], "use engine hf"),
         (["--to", "replicas=1", "--engine", "hf", "--quantize", "fp8"], "give --input-scales"),
+        (["--to", "replicas=1", "--engine", "hf", "--quantize", "fp8-blockwise"], "whole blocks of 128"),
         (
             ["--to", "replicas=1", "--engine", "hf", "--quantize", "int4"],
             "are nvfp4, fp8 (a refit packs fp8-blockwise",
