@@ -23,22 +23,22 @@ PACKAGE = ROOT / NAME
 
 #: Room -> lines that it may have, in the order of imports.
 ROOMS = {
-    "common": 3020,
-    "models": 3390,
+    "common": 3070,
+    "models": 3400,
     "cpu": 1070,
     "precision": 4300,
     "layers": 4340,
-    "checkpoints": 11770,
-    "launch": 10460,
+    "checkpoints": 12010,
+    "launch": 10495,
     "boundary": 4340,
-    "train": 10030,
+    "train": 10085,
     "specs": 260,
     "inference": 5840,
     "post_training": 5855,
     "run": 360,
     "proof": 9425,
     "bridge": 340,
-    "cli": 1295,
+    "cli": 1305,
 }
 #: A room may be this much smaller than its budget before the budget must fall, as a share.
 SLACK = 0.03
