@@ -465,7 +465,7 @@ def test_limits_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "the script takes more than 0.5 s and was ended" in notes
 
 
-ENDLESS = {
+SLOW = {
     "exponential": "$ab" * 40 + "!\ntorchrun pretrain.py --seed 1",
     "quadratic": "(" * 1_000_000 + "\ntorchrun pretrain.py --seed 1",
     "aliases": "a0: &a0 [x,x,x,x,x,x,x,x,x]\n"
@@ -474,11 +474,11 @@ ENDLESS = {
 }
 
 
-@pytest.mark.parametrize("name", ENDLESS)
+@pytest.mark.parametrize("name", SLOW)
 def test_a_text_that_takes_too_long_is_ended(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "SECONDS", 1)
     with pytest.raises(ValueError, match="the text of the launch takes more than 1 s"):
-        read_launch(LaunchSource(ENDLESS[name]))
+        read_launch(LaunchSource(SLOW[name]))
 
 
 def test_all_runs_of_a_script_have_one_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -386,10 +386,10 @@ CONTENT: dict[str, tuple[Callable[[Path], None], str]] = {
     "an index of a list": (_text(INDEX, "[]"), "not an object"),
     "an index that is huge": (lambda f: os.truncate(f / INDEX, 100 << 20), "longer than 67,108,864 bytes"),
     "no config": (lambda f: (f / "config.json").unlink(), "No such file"),
-    "10^9 experts": (_config(n_routed_experts=10**9), "1,000,000,000 experts"),
+    "10^9 experts": (_config(n_routed_experts=10**9), "num_moe_experts=1,000,000,000"),
     "10^9 MTP blocks": (
         _config(num_nextn_predict_layers=10**9, mtp_hybrid_override_pattern="*E", megatron_nemotron3={}),
-        "2,000,000,003 layers",
+        "mtp_num_layers=1,000,000,000",
     ),
     "a width of 10^30": (_config(hidden_size=10**30), "hidden_size=1000000.*: give a positive number below"),
     "a file that is cut": (lambda f: _cut(f / FIRST, 1), "its tensors end at byte"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,7 +74,8 @@ def test_what_is_no_checkout_is_refused(tmp_path: Path, capsys: Capture) -> None
 
 def test_a_comparison_is_no_certificate(tmp_path: Path, capsys: Capture) -> None:
     command = {"--num-layers": ["2"]}
-    fields = dict.fromkeys(("title", "model", "layout", "findings", "versions", "date", "passed"))
+    fields: dict[str, Any] = dict.fromkeys(("title", "model", "layout", "findings", "date", "passed"))
+    fields |= {"versions": {}, "findings": [], "passed": True, "date": ""}
     data = fields | {"schema": 1, "command": command, "hash": certificate.hash_of(command), "against": "0.20"}
     (tmp_path / "upgrade.json").write_text(json.dumps(data))
     assert cli.main(["certify", "super", "--check", str(tmp_path / "upgrade.json")]) == 2
