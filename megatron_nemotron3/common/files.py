@@ -236,6 +236,6 @@ def _explain_full_disk(folder: Path, paths: Sequence[Path]) -> Iterator[None]:
         if error.errno not in _NO_SPACE:
             raise
         free, names = shutil.disk_usage(folder).free / 1e6, ", ".join(path.name for path in paths)
-        text = f"{os.strerror(error.errno)} while writing {names} ({free:.0f} MB free); no incomplete file"
-        cure = f"{text} was left: free some space or choose another folder"
-        raise OSError(error.errno, cure, str(folder)) from error
+        what = f"{os.strerror(error.errno)} while writing {names} ({free:.0f} MB free)"
+        cure = "no incomplete file was left: free some space or choose another folder"
+        raise OSError(error.errno, f"{what}; {cure}", str(folder)) from error
