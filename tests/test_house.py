@@ -29,7 +29,7 @@ ROOMS = {
     "precision": 4300,
     "layers": 4340,
     "checkpoints": 12010,
-    "launch": 10495,
+    "launch": 10660,
     "boundary": 4340,
     "train": 10085,
     "specs": 260,
