@@ -48,13 +48,20 @@ LOSS = 8.0685635
 
 @pytest.mark.parametrize(
     ("version", "number"),
-    [("0.19", "0.19"), ("0.19.0rc1+abc", "0.19"), ("0.20.0", "0.20"), ("main", "0.20")],
+    [
+        ("0.19", "0.19"),
+        ("0.19.0rc1+abc", "0.19"),
+        ("0.20.0", "0.20"),
+        ("main", "0.20"),
+        ("0.21.3", "0.20"),
+        ("1.0", "0.20"),
+    ],
 )
 def test_minor(version: str, number: str) -> None:
     assert versions.minor(version) == number
 
 
-@pytest.mark.parametrize("version", ["0.16.1", "0.17.1", "0.18.2", "0.21.0", "1.19", "new"])
+@pytest.mark.parametrize("version", ["0.16.1", "0.17.1", "0.18.2", "0.9", "new"])
 def test_unsupported_versions_are_named_with_a_cure(version: str) -> None:
     with pytest.raises(ValueError, match="use 0.19|give one of 0.19") as raised:
         Launch(config=models.NANO, megatron_core=version)
@@ -133,6 +140,52 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--mtp-hsm (new in 0.20)" in capsys.readouterr().err
     assert cli.main(["flags", "super", "--megatron-core", "0.18"]) == 2
     assert "megatron-core 0.18 is not supported: use 0.19 (pip install" in capsys.readouterr().err
+
+
+#: A Megatron whose parser has one option that the table lacks, and none of those that were published later.
+NEWER = {
+    "core/__init__.py": "",
+    "core/package_info.py": "MAJOR = 0\nMINOR = 21\nPATCH = 0\n",
+    "core/config.py": "class Config:\n    moe_of_tomorrow: int = 0\n",
+    "training/__init__.py": "",
+    "training/arguments.py": """
+def add_megatron_arguments(parser):
+    parser.add_argument_group("moe").add_argument("--moe-of-tomorrow", type=int)
+""",
+}
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("--moe-of-tomorrow", "3"), 0, "note: --moe-of-tomorrow: the installed megatron-core has it, and"),
+        (("--moe-of-tomorrow", "three"), 2, "--moe-of-tomorrow three: give an integer"),
+        (("--moe-of-yesterday", "3"), 2, "does not accept --moe-of-yesterday"),
+        (("--freeze-base-model-for-mtp",), 2, "(Megatron-LM #7021, which the installed megatron-core"),
+    ],
+)
+def test_the_importable_parser_is_asked(words: tuple[str, ...], code: int, said: str, tmp_path: Path) -> None:
+    for name, text in NEWER.items():
+        file = tmp_path / "megatron" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    call = ["-m", "megatron_nemotron3", "flags", "super", "--megatron-core", "0.20", "--", *words]
+    done = subprocess.run(
+        [sys.executable, *call],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(Path.cwd())))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr
+
+
+def test_options_published_after_the_checkout() -> None:
+    """Without a Megatron of that version the table is the answer."""
+    for option in ("--moe-use-norm-before-up-proj", "--freeze-base-model-for-mtp"):
+        assert unknown([option], "0.20") == []
+        assert unknown([option], "0.19") == [f"{option} (new in 0.20)"]
 
 
 def test_train_and_build_model_name_an_unsupported_version(

@@ -1,9 +1,10 @@
-"""Megatron's options, without Megatron: what its parser takes, and its defaults.
+"""Megatron's options: what its parser takes, and its defaults.
 
 `options.json` has every option of the supported versions: its type and number of values, the argument group
 that it is in ("section"), its default where that is used, what `nemotron3 certify` does with it
 ("treatment"), and what it does on this stack ("effect", which `effects.py` reads).
-`python -m tests.launch.make_options` writes it; a test compares it with the installed parser.
+`python -m tests.launch.make_options` writes it; a test compares it with the installed parser. An option that
+it lacks, or has from a later publication ("source"), is looked up in the Megatron that Python imports.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_nemotron3.common import parser as command_lines
-from megatron_nemotron3.launch import versions
+from megatron_nemotron3.launch import installed_options, versions
 from megatron_nemotron3.launch.flag import Flag, text
 
 FILE = Path(__file__).with_name("options.json")
@@ -42,6 +43,8 @@ class Argument(NamedTuple):
     default_with: tuple[str, ...] = ()
     #: Package without which `pretrain_hybrid.py` does not have the option.
     package: str | None = None
+    #: Where it was published, if no parser that this table was read from has it.
+    source: str | None = None
 
 
 #: Options of recipes/omni/pretrain_omni.py, whose command line has the first one.
@@ -67,26 +70,41 @@ def _of_version(version: str) -> dict[str, Argument]:
     found = {}
     for name, row in table()["options"].items():
         if version in row.get("versions", versions.KNOWN):
-            taken = row.get(version, row)
-            found[name] = Argument(
-                taken["type"],
-                taken.get("nargs", ""),
-                tuple(taken.get("choices", ())),
-                row["section"],
-                row.get("default"),
-                tuple(row.get("default_with", ())),
-                row.get("package"),
-            )
+            found[name] = _argument(row, row.get(version, row))
     return found
 
 
-def _known(version: str, omni: bool) -> dict[str, Argument]:
-    return _of_version(version) | _OMNI if omni else _of_version(version)
+def _argument(row: Mapping[str, Any], taken: Mapping[str, Any]) -> Argument:
+    return Argument(
+        taken["type"],
+        taken.get("nargs", ""),
+        tuple(taken.get("choices", ())),
+        row["section"],
+        row.get("default"),
+        tuple(row.get("default_with", ())),
+        row.get("package"),
+        row.get("source"),
+    )
 
 
 def argument(name: str, version: str) -> Argument | None:
     """Return an option ("--bf16") of the parser of minor version `version`; None if it has none."""
-    return _of_version(version).get(name.removeprefix("--"))
+    bare = name.removeprefix("--")
+    known = _of_version(version).get(bare)
+    if (known and not known.source) or not installed_options.importable(version):
+        return known
+    row = installed_options.row(bare, version)
+    return _argument(row, row) if row else None
+
+
+def _known(name: str, version: str, omni: bool) -> Argument | None:
+    return (_OMNI.get(name.removeprefix("--")) if omni else None) or argument(name, version)
+
+
+def unlisted(names: Iterable[str], version: str) -> list[str]:
+    """Return the options that the table lacks and the importable Megatron of minor version `version` has."""
+    lacking = (name for name in names if name.removeprefix("--") not in table()["options"].keys() | _OMNI)
+    return [name for name in lacking if argument(name, version)]
 
 
 def argument_default(name: str) -> str | None:
@@ -108,22 +126,23 @@ _EXPLAINED = 20
 def unknown(names: Iterable[str], version: str) -> list[str]:
     """Return a sentence for each option that the parser of minor version `version` does not have."""
     given = list(names)
-    known = _known(version, "--omni-encoders" in given)
-    lacking = [name for name in given if name.removeprefix("--") not in known]
+    lacking = [name for name in given if not _known(name, version, "--omni-encoders" in given)]
     return [*(_unknown(name, version) for name in lacking[:_EXPLAINED]), *lacking[_EXPLAINED:]]
 
 
 def foreign(names: Iterable[str]) -> list[str]:
     """Return the options that no version's parser has."""
     given = list(names)
-    known = table()["options"].keys() | (_OMNI if "--omni-encoders" in given else {}).keys()
-    return [name for name in given if name.removeprefix("--") not in known]
+    omni = "--omni-encoders" in given
+    return [name for name in given if not any(_known(name, version, omni) for version in versions.KNOWN)]
 
 
 def _unknown(name: str, version: str) -> str:
     if elsewhere := [v for v in versions.KNOWN if argument(name, v)]:
         why = f"new in {elsewhere[0]}" if elsewhere[0] > version else f"removed in {version}"
         return f"{name} ({why})"
+    if known := _of_version(version).get(name.removeprefix("--")):
+        return f"{name} ({known.source}, which the installed megatron-core does not have)"
     near = nearest(name.removeprefix("--"), version)
     return name + (f" (did you mean {' or '.join(near)}?)" if near else "")
 
@@ -135,8 +154,7 @@ def nearest(word: str, version: str) -> list[str]:
 
 def misused(flags: Iterable[Flag], version: str) -> list[str]:
     """Return a sentence for each option whose number of values, or a value, the parser refuses."""
-    known = _known(version, omni=True)
-    given = ((flag, known.get(flag.name.removeprefix("--"))) for flag in flags)
+    given = ((flag, _known(flag.name, version, omni=True)) for flag in flags)
     return [f"{flag.name} {problem}" for flag, taken in given if taken and (problem := _problem(flag, taken))]
 
 

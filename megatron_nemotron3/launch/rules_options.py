@@ -10,7 +10,7 @@ from megatron_nemotron3.launch import effects
 from megatron_nemotron3.launch.architecture import MODEL, MOE, MTP
 from megatron_nemotron3.launch.flag import parse, text
 from megatron_nemotron3.launch.launch import Launch
-from megatron_nemotron3.launch.parser import misused, unknown
+from megatron_nemotron3.launch.parser import misused, unknown, unlisted
 from megatron_nemotron3.launch.rule import ARGUMENTS, CONFIG, Rule, Severity
 from megatron_nemotron3.launch.versions import DEFAULT
 from megatron_nemotron3.models.stack_specs import has_spec
@@ -356,6 +356,16 @@ PARSER_RULES: tuple[Rule, ...] = (
         lambda c: misused(parse(c.extra), c.version),
         lambda c: "; ".join(misused(parse(c.extra), c.version)),
         ARGUMENTS,
+    ),
+    Rule(
+        "option-unlisted",
+        lambda c: unlisted(c.options, c.version),
+        lambda c: (
+            f"{', '.join(unlisted(c.options, c.version))}: the installed megatron-core has it, and the table "
+            "of options does not: what it does on this stack is not known"
+        ),
+        "launch/options.json",
+        "note",
     ),
 )
 

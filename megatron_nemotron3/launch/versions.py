@@ -21,18 +21,24 @@ DEFAULT = "0.19"
 
 @cache
 def minor(version: str) -> str:
-    """Return the minor version: "0.19.2" -> "0.19"; "main" is the last of `KNOWN`."""
+    """Return the minor version: "0.19.2" -> "0.19"; "main", and what is newer, is the last of `KNOWN`."""
     if version == "main":
         return KNOWN[-1]
     match = re.match(r"\d+\.\d+", version)
     if match is None:
         raise ValueError(f"megatron-core version {version!r}: give one of {', '.join(KNOWN)} or main")
+    if _numbers(match[0]) > _numbers(KNOWN[-1]):
+        return KNOWN[-1]
     if match[0] not in KNOWN:
         raise ValueError(
             f"megatron-core {version} is not supported: use 0.19 (pip install "
             "'megatron-core[training]==0.19.2') or main; checkpoints of older versions remain readable"
         )
     return match[0]
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
 
 
 def installed() -> str | None:

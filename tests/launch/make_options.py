@@ -5,70 +5,38 @@
 
 A run replaces what one version's parser says and keeps the rest. The options that `pretrain_hybrid.py` adds
 where nvidia-modelopt is installed are only in a checkout; without one they are kept, too. By hand come
-"treatments", "effects", each option's "treatment" and "effect", and which options have a "default": the
-parser has its value. --check writes nothing and fails where the file would change.
+"treatments", "effects", each option's "treatment" and "effect", which options have a "default" (its value is
+the parser's), and rows with a "source", of options published later than the checkout. --check writes nothing
+and fails where the file would change.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import enum
 import importlib
 import io
 import json
 import sys
 from typing import Any
 
-from megatron_nemotron3.launch import parser, versions
+from megatron_nemotron3.launch import installed_options, parser, versions
+from megatron_nemotron3.launch.installed_options import Rows
 
-#: More choices than this are not listed.
-CHOICES = 16
-#: Types that argparse calls; any other callable takes text.
-TYPES = {int: "int", float: "float", bool: "bool"}
 MODELOPT = "nvidia-modelopt"
 #: Columns that no parser knows.
 BY_HAND = ("treatment", "effect")
-Rows = dict[str, dict[str, Any]]
 
 
 def parsed() -> tuple[str, Rows, Rows]:
     """Return (minor version, name -> facts, the same for modelopt's options) of the importable Megatron."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         version = versions.minor(importlib.import_module("megatron.core").__version__)
-        arguments = importlib.import_module("megatron.training.arguments")
-        ours = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
-        arguments.add_megatron_arguments(ours)
+        ours = installed_options.parsed()
         more = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
         with contextlib.suppress(ImportError):
             importlib.import_module("megatron.post_training.arguments").add_modelopt_args(more)
-    return version, facts(ours), facts(more)
-
-
-def facts(of: argparse.ArgumentParser) -> Rows:
-    """Return name -> type, nargs, choices, section and default of every option of a parser."""
-    return {
-        option.removeprefix("--"): {
-            **kind(action),
-            "section": group.title,
-            "default": None if action.nargs == 0 or action.default is None else str(action.default),
-        }
-        for group in of._action_groups
-        for action in group._group_actions
-        for option in action.option_strings
-    }
-
-
-def kind(action: argparse.Action) -> dict[str, Any]:
-    """Return what an option takes, as the file says it."""
-    if action.nargs == 0:
-        return {"type": "switch"}
-    found: dict[str, Any] = {"type": TYPES.get(action.type, "text")}  # type: ignore[arg-type]
-    choices = list(action.choices or ())
-    if choices and len(choices) <= CHOICES:  # signals depend on the platform
-        names = [choice.name if isinstance(choice, enum.Enum) else str(choice) for choice in choices]
-        found = {"type": "choice", "choices": names}
-    return found | ({"nargs": str(action.nargs)} if action.nargs is not None else {})
+    return version, ours, installed_options.facts(more)
 
 
 def stored(options: Rows, version: str) -> Rows:
@@ -90,6 +58,9 @@ def merged(options: Rows, found: dict[str, Rows]) -> Rows:
     Section and default are those of the first version that has the option.
     """
     said = {where: found.get(where) or stored(options, where) for where in (*versions.KNOWN, MODELOPT)}
+    later = {name: row for name, row in options.items() if "source" in row}
+    for version in versions.KNOWN:
+        said[version] = stored(later, version) | said[version]
     rows: Rows = {}
     for name in sorted(set().union(*said.values())):
         have = [version for version in versions.KNOWN if name in said[version]]
@@ -106,6 +77,8 @@ def merged(options: Rows, found: dict[str, Rows]) -> Rows:
             row["default"] = first["default"]
         if "default_with" in by_hand:
             row["default_with"] = by_hand["default_with"]
+        if "source" in by_hand and not any(name in read for read in found.values()):
+            row["source"] = by_hand["source"]
         rows[name] = row | {column: by_hand.get(column) for column in BY_HAND}
     return rows
 
