@@ -24,12 +24,12 @@ PACKAGE = ROOT / NAME
 #: Room -> lines that it may have, in the order of imports.
 ROOMS = {
     "common": 3070,
-    "models": 3400,
+    "models": 3420,
     "cpu": 1070,
     "precision": 4300,
-    "layers": 4340,
-    "checkpoints": 12010,
-    "launch": 10660,
+    "layers": 4349,
+    "checkpoints": 12012,
+    "launch": 10675,
     "boundary": 4340,
     "train": 10085,
     "specs": 260,
