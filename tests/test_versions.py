@@ -69,8 +69,11 @@ def test_unsupported_versions_are_named_with_a_cure(version: str) -> None:
 
 
 def test_default_is_the_installed_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metadata, "version", lambda name: {"megatron-core": "0.20.1"}[name])
+    monkeypatch.setattr(versions, "version_in", lambda core: "0.20.1")
     assert versions.chosen() == "0.20" and versions.chosen("0.19.2") == "0.19"
+    monkeypatch.setattr(versions, "importable", lambda: None)
+    monkeypatch.setattr(metadata, "version", lambda name: {"megatron-core": "0.20.1"}[name])
+    assert versions.chosen() == "0.20"
 
     def missing(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
@@ -193,7 +196,7 @@ def test_train_and_build_model_name_an_unsupported_version(
 ) -> None:
     import megatron.core
 
-    monkeypatch.setattr(metadata, "version", lambda name: "0.17.1")
+    monkeypatch.setattr(versions, "version_in", lambda core: "0.17.1")
     said = "megatron-core 0.17.1 is not supported: use 0.19 (pip install 'megatron-core[training]==0.19.2')"
     output = tmp_path / "run"
     assert cli.main(["train", "super", "--tiny", "--device", "cpu", "--output", str(output)]) == 2

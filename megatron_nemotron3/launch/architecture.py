@@ -70,6 +70,7 @@ MOE: tuple[ArchitectureRow, ...] = (
     _field_row("--moe-ffn-hidden-size", "moe_ffn_hidden_size"),
     _field_row("--moe-shared-expert-intermediate-size", "moe_shared_expert_intermediate_size"),
     _field_row("--moe-latent-size", "moe_latent_size"),
+    _field_row("--moe-use-norm-before-up-proj", "moe_use_norm_before_up_proj"),
     _field_row("--moe-router-topk", "moe_router_topk"),
     _field_row("--moe-router-topk-scaling-factor", "moe_router_topk_scaling_factor"),
     _family_row("--moe-router-score-function", "sigmoid"),

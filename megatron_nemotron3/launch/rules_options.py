@@ -10,7 +10,7 @@ from megatron_nemotron3.launch import effects
 from megatron_nemotron3.launch.architecture import MODEL, MOE, MTP
 from megatron_nemotron3.launch.flag import parse, text
 from megatron_nemotron3.launch.launch import Launch
-from megatron_nemotron3.launch.parser import misused, unknown, unlisted
+from megatron_nemotron3.launch.parser import argument, misused, unknown, unlisted
 from megatron_nemotron3.launch.rule import ARGUMENTS, CONFIG, Rule, Severity
 from megatron_nemotron3.launch.versions import DEFAULT
 from megatron_nemotron3.models.stack_specs import has_spec
@@ -18,6 +18,7 @@ from megatron_nemotron3.models.stack_specs import has_spec
 #: Options under which some tokens of a sequence do not count in the loss.
 _MASKING = ("--sft", "--eod-mask-loss", "--rl-use-sequence-packing")
 _PER_TOKEN = "--calculate-per-token-loss"
+_LATENT_NORM = "--moe-use-norm-before-up-proj"
 _RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
 
 #: Options that must be given through config, layout, schedule or backend, so that rules can see them.
@@ -356,6 +357,15 @@ PARSER_RULES: tuple[Rule, ...] = (
         lambda c: misused(parse(c.extra), c.version),
         lambda c: "; ".join(misused(parse(c.extra), c.version)),
         ARGUMENTS,
+    ),
+    Rule(
+        "norm-before-up-proj",
+        lambda c: c.config.moe_use_norm_before_up_proj and argument(_LATENT_NORM, c.version) is None,
+        lambda c: (
+            f"{c.config.name} has an RMSNorm before fc2_latent_proj, and megatron-core {c.version} has no "
+            f"{_LATENT_NORM}: use 0.20"
+        ),
+        "Megatron-LM #6879",
     ),
     Rule(
         "option-unlisted",

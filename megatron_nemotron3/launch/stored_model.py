@@ -26,6 +26,7 @@ _FORCED = (
     "moe_router_pre_softmax", "moe_shared_expert_intermediate_size", "moe_router_score_function",
     "moe_router_enable_expert_bias", "moe_router_topk_scaling_factor", "mamba_state_dim",
     "mamba_head_dim", "mamba_num_groups", "mamba_num_heads", "moe_latent_size",
+    "moe_use_norm_before_up_proj",
 )
 _IF_NOT_PASSED = (
     "num_layers", "hidden_size", "ffn_hidden_size", "seq_length", "num_attention_heads", "kv_channels",

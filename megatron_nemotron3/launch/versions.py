@@ -42,7 +42,9 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def installed() -> str | None:
-    """Return the version of the installed megatron-core without importing it; None if there is none."""
+    """Return the version of the megatron-core that Python would import; None if there is none."""
+    if (core := importable()) and (found := version_in(core)):
+        return found
     try:
         return metadata.version("megatron-core")
     except metadata.PackageNotFoundError:

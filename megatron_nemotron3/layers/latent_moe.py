@@ -31,6 +31,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_nemotron3.layers.linear import DuplicatedLinear
+from megatron_nemotron3.layers.norm import NormBuilder
 
 
 class CountingRouter(TopKRouter):
@@ -112,12 +113,14 @@ class AlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
             or config.cuda_graph_impl != "none"
         )
 
-    def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> Any:
+    def dispatch_preprocess(
+        self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor, **more: Any
+    ) -> Any:
         """Upstream's, for choices and weights [t, N]. Its first expert of a rank may be our last."""
         if self.reverse_experts(self._reorders and routing_map.is_cuda):
             ranks = (-1, self.num_local_experts)
             routing_map, probs = (t.unflatten(1, ranks).flip(2).flatten(1) for t in (routing_map, probs))
-        return super().dispatch_preprocess(hidden_states, routing_map, probs)
+        return super().dispatch_preprocess(hidden_states, routing_map, probs, **more)
 
     def preprocess(self, routing_map: Tensor) -> Tensor:
         """Count tokens: [t, N] -> [E_local]."""
@@ -211,8 +214,8 @@ class LatentMoELayer(MoELayer):
     """Megatron's MoE layer; `--moe-latent-size` and `--moe-shared-expert-overlap` work on plain torch.
 
     Parameters: `router.weight` [N, d], `router.expert_bias` [N] (FP32 buffer), with a latent width
-    `fc1_latent_proj.weight` [l, d] and `fc2_latent_proj.weight` [d, l], then `experts.*`,
-    `shared_experts.*`.
+    `fc1_latent_proj.weight` [l, d] and `fc2_latent_proj.weight` [d, l], with `--moe-use-norm-before-up-proj`
+    between them `fc2_norm.weight` [l], then `experts.*`, `shared_experts.*`.
     """
 
     def __init__(
@@ -229,6 +232,7 @@ class LatentMoELayer(MoELayer):
         # except the shared expert: its overlap variant belongs to upstream's mechanism.
         plain = copy(config)
         plain.moe_latent_size = None
+        plain.moe_use_norm_before_up_proj = False
         plain.moe_shared_expert_overlap = False
 
         def build_experts(num_local: int, _config: TransformerConfig, **kwargs: Any) -> Any:
@@ -244,6 +248,8 @@ class LatentMoELayer(MoELayer):
         )
         self.config = config
         self.submodules = submodules
+        # Megatron-core 0.19 has no such option.
+        self.norms_latent = getattr(config, "moe_use_norm_before_up_proj", False)
         if config.moe_latent_size:
             self._build_latent_projections(name)
         if config.moe_token_dispatcher_type == "alltoall":
@@ -271,6 +277,8 @@ class LatentMoELayer(MoELayer):
             ("fc2_latent_proj", widths[::-1], outward),
         ):
             full_name = f"{name}.{key}" if name is not None else None
+            if key == "fc2_latent_proj" and self.norms_latent:
+                self.fc2_norm = NormBuilder(config, config.moe_latent_size, config.layernorm_epsilon)
             self.add_module(key, DuplicatedLinear(*sizes, config=config, init_method=init, name=full_name))
         self._modules.update(tail)  # upstream registers the projections before the experts
 
@@ -288,6 +296,7 @@ class LatentMoELayer(MoELayer):
         """Un-permute, project [s, b, l] back to [s, b, d] and add the shared expert."""
         output = self.token_dispatcher.combine_postprocess(output)
         if self.config.moe_latent_size:
+            output = self.fc2_norm(output) if self.norms_latent else output
             output, _ = self.fc2_latent_proj(output)
         if shared_expert_output is not None:
             if self._shared_stream is not None:

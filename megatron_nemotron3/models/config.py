@@ -165,6 +165,8 @@ class Nemotron3Config:
     moe_shared_expert_intermediate_size: int | None = None
     #: Input and output width of the routed experts (LatentMoE); None: the hidden size.
     moe_latent_size: int | None = None
+    #: RMSNorm of the latent width before `fc2_latent_proj` (normalized LatentMoE; Megatron-LM #6879).
+    moe_use_norm_before_up_proj: bool = False
     moe_router_topk_scaling_factor: float | None = None
     #: (FFN width of an expert, experts per token) of each E layer of `pattern`, in their order, where the
     #: layers differ; None: moe_ffn_hidden_size and moe_router_topk in all. MTP's layers always have these.
@@ -221,6 +223,8 @@ class Nemotron3Config:
                     f"{self.name}: moe_router_topk={self.moe_router_topk} exceeds "
                     f"num_moe_experts={self.num_moe_experts}"
                 )
+        if self.moe_use_norm_before_up_proj and not self.moe_latent_size:
+            raise ValueError(f"{self.name}: moe_use_norm_before_up_proj needs moe_latent_size")
         if self.moe_layers is not None:
             rows = _read_moe_layers(self.name, self.pattern, self.num_moe_experts, self.moe_layers)
             object.__setattr__(self, "moe_layers", rows)
@@ -306,6 +310,14 @@ class Nemotron3Config:
                 raise ValueError(
                     f"{self.name}: {field}={getattr(self, field)}: Megatron builds Mamba-2 with {built} only"
                 )
+
+    def require_in_hf(self) -> None:
+        """Raise ValueError if models of Hugging Face and engines that read their folders lack a part."""
+        if self.moe_use_norm_before_up_proj:
+            raise ValueError(
+                f"{self.name}: no model of Hugging Face or of an engine has the norm before fc2_latent_proj "
+                "(moe_use_norm_before_up_proj), and without it the results are others: keep Megatron's folder"
+            )
 
     def to_json(self) -> str:
         """The fields as JSON text for `models.command.from_json`."""

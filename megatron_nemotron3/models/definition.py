@@ -270,6 +270,7 @@ class Definition:
         weights = self.probabilities(scores.gather(-1, routing.chosen), c)
         z, shared = self.beside(name, c, u)
         y = self.routed(name, z, routing.chosen, weights)
+        y = self.norm(y, name + "fc2_norm.weight") if c.moe_use_norm_before_up_proj else y
         y = self.linear(y, name + "fc2_latent_proj.weight") if c.moe_latent_size else y
         return y if shared is None else y + shared
 

@@ -47,6 +47,7 @@ _SIZES: dict[str, dict[str, str]] = {
         "moe_shared_expert_intermediate_size": "shared expert FFN size",
         "moe_layers": "experts by layer",
         "moe_latent_size": "latent size",
+        "moe_use_norm_before_up_proj": "norm of the latent width",
         "moe_router_topk_scaling_factor": "routed scaling factor",
     },
     "multi-token prediction": {
@@ -67,7 +68,7 @@ def _model_sizes(config: Nemotron3Config) -> dict[str, dict[str, Any]]:
     if not config.has_mtp:
         absent.add("multi-token prediction")
     return {
-        heading: {field: getattr(config, field) for field in rows if getattr(config, field) is not None}
+        heading: {field: value for field in rows if (value := getattr(config, field)) not in (None, False)}
         for heading, rows in _SIZES.items()
         if heading not in absent
     }
@@ -183,7 +184,7 @@ def _sizes_lines(config: Nemotron3Config, rows: dict[str, str]) -> list[str]:
             lines += textwrap.wrap(text, WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 4)
         elif config.moe_layers and field in ("moe_router_topk", "moe_ffn_hidden_size"):
             lines += [_labeled_number(f"{label}, MTP", value)] if config.has_mtp else []
-        elif value is not None:
+        elif value not in (None, False):
             lines.append(_labeled_number(label, value))
     return lines
 

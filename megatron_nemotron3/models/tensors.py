@@ -226,6 +226,12 @@ ROWS: tuple[Row, ...] = (
     ),
     table_row(
         "E",
+        "mixer.fc2_norm.weight [latent]",  # a name of ours: no file of Hugging Face has this norm
+        "torch_dist: copy: mlp.fc2_norm.weight [latent]",
+        needs="moe_use_norm_before_up_proj",
+    ),
+    table_row(
+        "E",
         "mixer.fc2_latent_proj.weight [d latent]",
         "torch_dist: copy: mlp.fc2_latent_proj.weight [d latent]",
         needs="moe_latent_size",

@@ -76,6 +76,8 @@ def moe_layer(layer: Any, x: Tensor) -> Tensor:
         fc1, fc2 = (getattr(fc, f"weight{e}") for fc in (moe.experts.linear_fc1, moe.experts.linear_fc2))
         expert = (latent[token] @ fc1.T).relu() ** 2 @ fc2.T
         routed = routed.index_add(0, token, expert * probs[token, rank].unsqueeze(-1))
+    if hasattr(moe, "fc2_norm"):
+        routed = rms(routed, moe.fc2_norm.weight)
     shared = moe.shared_experts
     shared = (u @ shared.linear_fc1.weight.T).relu() ** 2 @ shared.linear_fc2.weight.T
     return x + routed @ moe.fc2_latent_proj.weight.T + shared

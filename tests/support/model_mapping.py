@@ -79,7 +79,10 @@ def transformer_config(model: Nemotron3Config, **changes: Any) -> Any:
             "moe_grouped_gemm": True,
             "moe_token_dispatcher_type": "alltoall",
         }
-    return TransformerConfig(**(values | changes))
+    config = TransformerConfig(**(values | changes))
+    if model.moe_use_norm_before_up_proj:  # no field of megatron-core 0.19
+        config.moe_use_norm_before_up_proj = True
+    return config
 
 
 def megatron_model(model: Nemotron3Config, pattern: str | None = None, **changes: Any) -> Any:

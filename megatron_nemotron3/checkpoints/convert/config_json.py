@@ -126,6 +126,7 @@ def write(
     `reference`, the config.json of the released model, or left out.
     """
     config.require_built()
+    config.require_in_hf()
     tables = _fields_of(config.full_pattern)
     result: dict[str, Any] = {
         "architectures": ["NemotronHForCausalLM" if config.moe_layers is None else ARCHITECTURE],

@@ -117,6 +117,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "E": (
         "pre_mlp_layernorm",
         "mlp.fc1_latent_proj",
+        "mlp.fc2_norm",
         "mlp.fc2_latent_proj",
         "mlp.experts.experts.linear_fc1",
         "mlp.experts.experts.linear_fc2",
@@ -130,14 +131,15 @@ MODULES: dict[str, tuple[str, ...]] = {
 #: Content of each `_extra_state` object: torch.save([None]), because Megatron stores lists.
 EXTRA_STATE = object_archive([None])
 _ROUTED = ".experts.experts."
-_LATENT = "_latent_proj"
+#: End of a module's name -> field of the config without which it is not built.
+_NEEDS = {"_latent_proj": "moe_latent_size", ".fc2_norm": "moe_use_norm_before_up_proj"}
 
 
 def extra_state_keys(config: Nemotron3Config) -> Iterator[str]:
     """Yield the keys of the objects, one for each expert, for experts that are stored as one stack."""
     for prefix in prefixes(config):
         for module in MODULES[prefix.part]:
-            if _LATENT in module and not config.moe_latent_size:
+            if any(module.endswith(end) and not getattr(config, field) for end, field in _NEEDS.items()):
                 continue
             shards = config.num_moe_experts if _ROUTED in module else 1
             for shard in range(shards or 0):

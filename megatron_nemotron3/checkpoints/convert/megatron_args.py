@@ -174,6 +174,7 @@ def _stated_fields(
         fields["num_query_groups"] = fields["num_attention_heads"]
     if "E" in kinds:
         fields |= {field: _stored_number(values, field) for field in _MOE}
+        fields["moe_use_norm_before_up_proj"] = bool(values.get("moe_use_norm_before_up_proj"))
     fields |= _argument_defaults(values, fields, kinds)
     fields = {field: value for field, value in fields.items() if value is not None or field not in _TRAINING}
     fields.setdefault("init_method_std", _INIT_STD)

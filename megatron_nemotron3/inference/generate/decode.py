@@ -121,17 +121,16 @@ class Decode(Definition):
         self.recurrences: dict[str, Recurrence] = {}
         self.experts: dict[str, Experts] = {}
         self.channels = config.mamba_inner_size // (config.mamba_num_groups or 1)
-        # Tensors, because an operation with a Python number would first create one.
-        self.epsilon, self.gated_epsilon = (
-            torch.tensor((n * epsilon) ** 0.5, device=self.device)
-            for n, epsilon in (
-                (config.hidden_size, config.layernorm_epsilon),
-                (self.channels, GATED_NORM_EPSILON),
-            )
-        )
+        # Tensors, because an operation with a Python number would first create one. By width of a norm.
+        widths = {config.hidden_size, config.expert_input_size}
+        self.epsilons = {n: self._epsilon(n, config.layernorm_epsilon) for n in widths}
+        self.gated_epsilon = self._epsilon(self.channels, GATED_NORM_EPSILON)
         for prefix in prefixes(config):
             if mtp or not prefix.hf.startswith("mtp."):
                 self._prepare(prefix)
+
+    def _epsilon(self, width: int, epsilon: float) -> Tensor:
+        return torch.tensor((width * epsilon) ** 0.5, device=self.device)
 
     def _prepare(self, prefix: Prefix) -> None:
         layer, rows = prefix.hf + "mixer.", rows_of(prefix.config, prefix.part)
@@ -215,7 +214,7 @@ class Decode(Definition):
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         """RMSNorm; statistics are FP32."""
-        return _over_length(x.float(), self.epsilon).mul_(self.kept[name]).to(self.dtype)
+        return _over_length(x.float(), self.epsilons[x.shape[-1]]).mul_(self.kept[name]).to(self.dtype)
 
     def gated_norm(self, y: Tensor, z: Tensor, gain: Tensor, groups: int) -> Tensor:
         """In FP32: y [tokens, inner] gated by z."""

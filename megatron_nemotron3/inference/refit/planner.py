@@ -187,10 +187,11 @@ def make_plan(
 
     Raises:
         ValueError: the layouts are of different models, a side cannot hold the model, the buffer is less
-            than a row of a tensor, or no name fits the pattern.
+            than a row of a tensor, no name fits the pattern, or engines lack a part of the model.
     """
     if training.config != serving.config:
         raise ValueError(f"{training.config.name} cannot be refitted into {serving.config.name}")
+    training.config.require_in_hf()
     if buffer < 1:
         raise ValueError(f"buffer={buffer}: give a positive number of bytes")
     parts = list(_parts(training, serving, only))

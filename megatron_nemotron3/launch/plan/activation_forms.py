@@ -108,9 +108,9 @@ class RankShare:
         return self.tokens * width * self.element
 
 
-def norm(c: Nemotron3Config, share: RankShare) -> int:
-    """The input of an RMSNorm and its FP32 reciprocal for each token."""
-    return share.stream(c.hidden_size) + share.shard * FLOAT
+def norm(c: Nemotron3Config, share: RankShare, width: int | None = None) -> int:
+    """The input of an RMSNorm, of the hidden size or of `width`, and its FP32 reciprocal for each token."""
+    return share.stream(width or c.hidden_size) + share.shard * FLOAT
 
 
 def mamba(c: Nemotron3Config, share: RankShare) -> Form:
@@ -198,6 +198,7 @@ def moe(c: Nemotron3Config, share: RankShare) -> Form:
         "dispatch": row_maps if share.te else indices + orders,
         "experts": rows * (width * share.element + FLOAT) + hidden,
         "activation": hidden if share.te else 0,
+        "fc2_norm": norm(c, share, width) if c.moe_use_norm_before_up_proj else 0,
         "fc2_latent_proj": share.stream(width) if c.moe_latent_size else 0,
         "shared_experts": 2 * share.inner(shared // share.tp),
     }
@@ -279,7 +280,7 @@ FORMS: dict[str, Callable[[Nemotron3Config, RankShare], Form]] = {
 DROPPED: dict[str, tuple[str, ...]] = {
     "core_attn": ("softmax",),
     "mlp": ("linear_fc1", "activation", "linear_fc2"),
-    "moe": ("router", "dispatch", "experts", "activation", "fc2_latent_proj", "shared_experts"),
+    "moe": ("router", "dispatch", "experts", "activation", "fc2_norm", "fc2_latent_proj", "shared_experts"),
     "shared_experts": ("shared_experts",),
     "moe_act": ("activation",),
     "layernorm": ("norm output",),

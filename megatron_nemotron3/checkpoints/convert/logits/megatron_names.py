@@ -101,6 +101,7 @@ class MegatronReader(TensorReader):
                 "gate.weight": ((experts, d), "router.weight"),
                 "gate.e_score_correction_bias": ((experts,), "router.expert_bias"),
                 "fc1_latent_proj.weight": ((latent, d), "fc1_latent_proj.weight"),
+                "fc2_norm.weight": ((latent,), "fc2_norm.weight"),
                 "fc2_latent_proj.weight": ((d, latent), "fc2_latent_proj.weight"),
             }
             return self._whole(found[part][0], below + found[part][1])
