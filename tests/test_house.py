@@ -27,7 +27,7 @@ ROOMS = {
     "models": 3420,
     "cpu": 1070,
     "precision": 4300,
-    "layers": 4349,
+    "layers": 4358,
     "checkpoints": 12012,
     "launch": 10675,
     "boundary": 4340,
