@@ -82,6 +82,36 @@ def test_every_stage_compares_its_own_part() -> None:
     assert first == "" and "layer 4 is 'E'" in second
 
 
+def with_own_config(sizes: tuple[int, int] | None) -> tuple[int, int] | str:
+    """Width and top-k of layer 5 of `OWN`, whose own config has these sizes or those of all layers."""
+    from copy import copy
+
+    from megatron_nemotron3.layers.stack import SizedMoELayer
+    from megatron_nemotron3.specs import stack_spec
+
+    initialize()
+    shared = build_hybrid("ME*EE", stack_spec("torch", OWN)).config
+    own = copy(shared)
+    if sizes:
+        own.moe_ffn_hidden_size, own.moe_router_topk = sizes
+    spec = stack_spec("torch", OWN).submodules.moe_layer
+    try:
+        layer = SizedMoELayer(own, spec.submodules, model=OWN, shared=shared, layer_number=5)
+    except ValueError as problem:
+        return str(problem)
+    return layer.mlp.experts.linear_fc1.weight0.shape[0], layer.mlp.router.topk
+
+
+def test_configs_of_layers_that_a_launch_gives() -> None:
+    """The model's sizes, or those of all layers, which the model's replace; others are an error."""
+    for sizes in ((64, 3), None):
+        assert run_distributed(with_own_config, 1, sizes) == [(64, 3)], sizes
+    (said,) = run_distributed(with_own_config, 1, (48, 3))
+    assert said.startswith(
+        "layer 5 has experts of width 48 and top 3 by its config, and 64 and 3 in mine: use"
+    )
+
+
 def test_names_of_the_catalog() -> None:
     from megatron.core.transformer.spec_utils import ModuleSpec
 

@@ -54,6 +54,9 @@ class SizedMoELayer(MoETransformerLayer):
 
     Megatron-Core 0.19 gives `shared`, the stack's config, to all layers, so this layer gets a copy; later
     versions give a config to each, which is changed in place.
+
+    Raises:
+        ValueError: a list of layer configs has given this layer other sizes than the model's.
     """
 
     def __init__(
@@ -69,7 +72,13 @@ class SizedMoELayer(MoETransformerLayer):
         # Megatron sets on a model's config later (functions of the schedule, timers) no layer reads.
         own = copy(config) if config is shared else config
         sizes = model.at(layer_number - 1)
-        own.moe_ffn_hidden_size, own.moe_router_topk = sizes.moe_ffn_hidden_size, sizes.moe_router_topk
+        given, wanted = ((c.moe_ffn_hidden_size, c.moe_router_topk) for c in (own, sizes))
+        if given not in (wanted, (shared.moe_ffn_hidden_size, shared.moe_router_topk)):
+            raise ValueError(
+                f"layer {layer_number} has experts of width {given[0]} and top {given[1]} by its config, and "
+                f"{wanted[0]} and {wanted[1]} in {model.name}: use a spec that has no model's name"
+            )
+        own.moe_ffn_hidden_size, own.moe_router_topk = wanted
         super().__init__(own, *args, layer_number=layer_number, **kwargs)
         # A TE linear turns the overlap off for all layers that are built after it.
         config.tp_comm_overlap = own.tp_comm_overlap
