@@ -29,7 +29,7 @@ ROOMS = {
     "precision": 4300,
     "layers": 4358,
     "checkpoints": 12012,
-    "launch": 10675,
+    "launch": 10684,
     "boundary": 4340,
     "train": 10085,
     "specs": 260,
