@@ -11,7 +11,7 @@ from megatron_nemotron3.launch.flag import Flag, is_known
 from megatron_nemotron3.launch.flags import flags
 from megatron_nemotron3.launch.launch import Launch, TrainingData
 from megatron_nemotron3.launch.layout import ParallelLayout
-from megatron_nemotron3.launch.reference import VERSION, reference
+from megatron_nemotron3.launch.reference import reference, version_of
 from megatron_nemotron3.launch.rule import Violation
 from megatron_nemotron3.launch.rules import check
 from megatron_nemotron3.launch.schedule import TrainingSchedule
@@ -57,7 +57,7 @@ def launch_of(
         extra=words,
         te_precision_config_file=(options.get("--te-precision-config-file") or (None,))[0],
         emulate=emulate,
-        megatron_core=VERSION,
+        megatron_core=version_of(config),
     )
 
 
@@ -70,5 +70,7 @@ def _precision_of(options: Mapping[str, tuple[str, ...]]) -> str:
 def sections(config: Nemotron3Config) -> dict[str, str]:
     """Return option -> section for every option that `flags` can emit."""
     everything: dict[str, Any] = dict.fromkeys((field.name for field in fields(TrainingData)), "x")
-    launch = Launch(config=config, backend="te", data=TrainingData(**everything), megatron_core=VERSION)
+    launch = Launch(
+        config=config, backend="te", data=TrainingData(**everything), megatron_core=version_of(config)
+    )
     return {flag.name: flag.section for flag in flags(launch)}

@@ -26,9 +26,16 @@ ON = "on"
 
 #: Megatron-core whose option names and defaults are compared with.
 VERSION = "0.19"
+#: The same for models that this version cannot build.
+_LATER = "0.20"
 SCRIPT = "NVIDIA's public launch script"
 _RELEASE_TEST = "NVIDIA's release test of Super (Megatron-LM tests/functional_tests/test_cases/nemotron)"
 _FILE = "--te-precision-config-file"
+
+
+def version_of(config: Nemotron3Config) -> str:
+    """Return the minor version of megatron-core whose options a model is compared with."""
+    return _LATER if config.moe_use_norm_before_up_proj else VERSION
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +174,7 @@ def _phase_references(config: Nemotron3Config, name: str) -> Iterator[tuple[str,
         schedule=described.schedule,
         extra=described.options,
         te_precision_config_file="FILE" if launched and launch.precision == "nvfp4" else None,
-        megatron_core=VERSION,
+        megatron_core=version_of(config),
     )
     emitted = flags(described_launch)
     words = {"layout", "precision", "distributed_optimizer", "schedule", "extra"}
@@ -220,7 +227,7 @@ def _precision_options(config: Nemotron3Config) -> set[str]:
             precision=precision,
             backend="te",
             te_precision_config_file="FILE",
-            megatron_core=VERSION,
+            megatron_core=version_of(config),
         )
         names |= {flag.name for flag in flags(launch) if flag.origin == "precision"}
     return names

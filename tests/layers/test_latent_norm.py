@@ -7,7 +7,9 @@ imported Megatron has the option, upstream's own layer and training in parallel 
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +18,12 @@ from megatron.core.transformer.moe import moe_layer as upstream
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_nemotron3 import cli
 from megatron_nemotron3.checkpoints.convert import config_json, from_hf, inventory, plan
 from megatron_nemotron3.inference.generate.decode import Decode
 from megatron_nemotron3.inference.generate.engine import Engine
 from megatron_nemotron3.inference.refit import EngineLayout, Training, make_plan
-from megatron_nemotron3.launch import Launch, ParallelLayout, flags
+from megatron_nemotron3.launch import Launch, ParallelLayout, flags, to_argv
 from megatron_nemotron3.layers.linear import DuplicatedLinear
 from megatron_nemotron3.layers.norm import NormBuilder
 from megatron_nemotron3.models import get, parameters
@@ -104,6 +107,15 @@ def test_what_lacks_the_norm_is_refused() -> None:
 def test_flags() -> None:
     launch = Launch.of(MODEL, ParallelLayout(), megatron_core="0.20", backend="torch", precision="fp32")
     assert "--moe-use-norm-before-up-proj" in {flag.name for flag in flags(launch)}
+
+
+def test_an_existing_command_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is compared with the options of 0.20; the checkpoint's arguments would name the norm, too."""
+    launch = Launch.of(MODEL, ParallelLayout(), megatron_core="0.20", backend="torch", precision="fp32")
+    script = tmp_path / "launch.sh"
+    script.write_text("torchrun pretrain_hybrid.py " + shlex.join(to_argv(flags(launch))) + "\n")
+    assert cli.main(["explain", "--argv", str(script), "--full"]) == 0
+    assert "--moe-use-norm-before-up-proj" in capsys.readouterr().out
 
 
 class _Linear(DuplicatedLinear):
