@@ -46,8 +46,6 @@ from megatron_nemotron3.precision.numerics.grid import E2M1
 MAX = e2m1.MAX * e4m3.MAX
 #: The same in four-over-six where 6 is the largest element.
 FOUR_OVER_SIX_MAX = e2m1.MAX * 256.0
-#: For a smaller amax the tensor scale would be a subnormal FP32 number or 0.
-MIN_AMAX = MAX * torch.finfo(torch.float32).tiny
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
@@ -64,7 +62,7 @@ def limit(four_over_six: bool) -> float:
 
 
 def tensor_scale(amax: torch.Tensor, largest: float = MAX) -> torch.Tensor:
-    """Scale of a tensor (`weight_scale_2`, and likewise `input_scale`), float32 []."""
+    """Scale of a tensor (`weight_scale_2`, and likewise `input_scale`), a normal float32 []."""
     value, smallest = amax.item(), largest * torch.finfo(torch.float32).tiny
     if not 0 <= value < float("inf") or 0 < value < smallest:
         raise ValueError(

@@ -20,6 +20,8 @@ CASES = (
     *("normal", "float32", "float16", "spread", "holes", "outlier", "exact", "tiny", "large", "column"),
     *("order", "odd", "subnormal", "equal"),
 )
+#: What the scale of a tensor times this represents: of NVFP4, four-over-six and FP8.
+LARGEST = (nvfp4.MAX, nvfp4.FOUR_OVER_SIX_MAX, e4m3.MAX)
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -73,7 +75,7 @@ for seed in range(12):
     assert torch.equal(ours, scale_2) and torch.equal(bits, scale.view(torch.uint8)), seed
     assert torch.equal(codes, made._quantized_data), seed
     made, scale = FP8QTensor.quantize(weight.float())
-    ours = fp8.tensor_scale(fp8.amax(weight))
+    ours = nvfp4.tensor_scale(nvfp4.amax(weight), 448)
     assert torch.equal(ours, scale), seed
     assert torch.equal(fp8.quantize(weight, ours), made._quantized_data.view(torch.uint8)), seed
 """
@@ -130,7 +132,7 @@ def test_bands_make_the_whole(seed: int, cuts: list[int]) -> None:
         assert torch.equal(torch.cat([c for c, _ in parts]), codes)
         assert torch.equal(torch.cat([b for _, b in parts]), bits)
         assert torch.equal(nvfp4.block_scales(weight, scale, four), bits)
-    eight = fp8.tensor_scale(amax)
+    eight = nvfp4.tensor_scale(amax, 448)
     assert torch.equal(torch.cat([fp8.quantize(band, eight) for band in bands]), fp8.quantize(weight, eight))
 
 
@@ -140,7 +142,7 @@ def test_what_was_quantized_once_stays(dtype: torch.dtype) -> None:
     codes, bits, scale = _nvfp4(weight)
     values = nvfp4.dequantize(codes, bits, scale, torch.float32)
     assert torch.equal(nvfp4.quantize(values, scale)[0] & 0x77, codes & 0x77)  # 8, the code of -0, becomes 0
-    eight = fp8.tensor_scale(fp8.amax(weight))
+    eight = nvfp4.tensor_scale(nvfp4.amax(weight), 448)
     once = fp8.quantize(weight, eight)
     assert torch.equal(fp8.quantize(fp8.dequantize(once, eight, torch.float32), eight), once)
 
@@ -166,7 +168,7 @@ def test_a_tensor_of_zeros_has_scales_that_are_numbers() -> None:
     assert not nvfp4.dequantize(codes, bits, scale).any()
     codes, bits, scale = _nvfp4(weight, four=True)
     assert scale == 1 / torch.tensor(1536.0) and not codes.any() and bool((e4m3.decode(bits) == 448).all())
-    eight = fp8.tensor_scale(fp8.amax(weight))
+    eight = nvfp4.tensor_scale(nvfp4.amax(weight), 448)
     assert eight == 1 / torch.tensor(448.0) and not fp8.quantize(weight, eight).any()
     assert nvfp4.amax(torch.zeros(0, 16)) == 0
 
@@ -185,18 +187,18 @@ def test_infinity_and_nan_are_refused() -> None:
         weight[2, 3] = bad
         with pytest.raises(ValueError, match="holds infinity or NaN"):
             nvfp4.amax(weight)
-        for module in (nvfp4, fp8):
+        for largest in LARGEST:
             with pytest.raises(ValueError, match="cannot be scaled"):
-                module.tensor_scale(torch.tensor(abs(bad)))
+                nvfp4.tensor_scale(torch.tensor(abs(bad)), largest)
 
 
 def test_magnitudes_that_no_scale_can_reach_are_refused() -> None:
-    for module in (nvfp4, fp8):
-        smallest = torch.tensor(module.MIN_AMAX)
-        assert module.tensor_scale(smallest) >= torch.finfo(torch.float32).tiny
+    for largest in LARGEST:
+        smallest = torch.tensor(largest * torch.finfo(torch.float32).tiny)
+        assert nvfp4.tensor_scale(smallest, largest) >= torch.finfo(torch.float32).tiny
         for amax in (smallest / 2, torch.tensor(-1.0)):
             with pytest.raises(ValueError, match="cannot be scaled: expected 0, or .* and more"):
-                module.tensor_scale(amax)
+                nvfp4.tensor_scale(amax, largest)
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
@@ -210,7 +212,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 def test_narrow_weights_are_divided_in_float32() -> None:
     for dtype in TYPES:
         weight = _weight(9, 64, 256, dtype)
-        scale = fp8.tensor_scale(fp8.amax(weight))
+        scale = nvfp4.tensor_scale(nvfp4.amax(weight), 448)
         bits = fp8.quantize(weight, scale)
         assert torch.equal(bits, fp8.quantize(weight.float(), scale))
         # Nobody else's element is nearer.
