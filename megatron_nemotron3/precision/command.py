@@ -155,9 +155,8 @@ def _recipe_notes(config: Nemotron3Config, precision: str) -> Iterator[str]:
     yield f"BF16 layers: {kept.start or 'none'} at the start, {kept.end or 'none'} at the end ({kept.source})"
     yield f"GPUs: compute capability {recipe.needs}" + ("; emulated on any device" if recipe.emulated else "")
     yield "Megatron: " + " ".join(" ".join(map(str, (name, *values))) for name, values in recipe.options)
-    if precision not in (NVFP4, MXFP8):
-        yield f"No source says that {config.title} was trained so."
-    elif not is_published(config):
-        yield f"No source says that {config.title} was trained so: this is Super's recipe applied to it."
-    elif precision != NVFP4:
+    if not is_published(config, precision):
+        applied = ": this is Super's recipe applied to it" if precision in (NVFP4, MXFP8) else ""
+        yield f"No source says that {config.title} was trained so{applied}."
+    elif precision == MXFP8:
         yield "Super and Ultra were trained in nvfp4; NVIDIA's MXFP8 configurations keep the same tail."

@@ -39,7 +39,7 @@ from megatron_nemotron3.precision.observe import Observed, PrecisionObserver
 from megatron_nemotron3.precision.packed import PackedProducts
 from megatron_nemotron3.precision.products import MODEL_PARALLEL_STREAM
 from megatron_nemotron3.precision.recipe import BLOCK, recipe
-from megatron_nemotron3.precision.serving import PACKED_KINDS, unquantized_layers
+from megatron_nemotron3.precision.serving import PACKED_KINDS, named_recipe, unquantized_layers
 from megatron_nemotron3.precision.settings import Emulation
 from megatron_nemotron3.precision.table import kind_of, tail_of_depth
 from megatron_nemotron3.precision.yaml_file import NO_FILE, PUBLISHED, PrecisionFile, read_config
@@ -155,7 +155,7 @@ def _prepare_linears(
             fmt = plan.file.format(path, ambient)
             if plan.chosen.packed:
                 kind = kind_of(path)
-                packs = kind is not None and kind.name in PACKED_KINDS[plan.chosen.packed]
+                packs = kind is not None and kind.name in PACKED_KINDS[plan.chosen.packed.partition(",")[0]]
                 fmt = NVFP4 if packs else BF16
             place, row_and_module = f"{where}, {name}" if name else where, (row, name or "eh_proj")
             module.finish_init = partial(_finish_linear, module, plan, place, row_and_module, fmt)
@@ -198,7 +198,9 @@ def assign_products(module: Any, where: str, ambient: str, chosen: Emulation, qu
     """
     if chosen.packed:
         _require_whole_blocks(module, where, ambient)
-        module.products = PackedProducts() if ambient == NVFP4 else None
+        module.products = None
+        if ambient == NVFP4:
+            module.products = PackedProducts(named_recipe(chosen.packed)[1].four_over_six)
         return
     formats = _chosen_formats(ambient, chosen, quant_config)
     recipes = [recipe(fmt, chosen) for fmt in formats]
@@ -249,7 +251,7 @@ def _random_stream(module: Any) -> str:
 def _restrict_packed(model: Any, recipe: str) -> None:
     """Unset the products of the layers that a recipe does not quantize; print how many linears are left."""
     structure = structure_of(model)
-    if PACKED_KINDS[recipe].isdisjoint(
+    if PACKED_KINDS[recipe.partition(",")[0]].isdisjoint(
         linear.kind.name for linear in structure.linears() if linear.layer is not None
     ):
         raise CensusError(f"recipe {recipe!r} packs no weight of this model ({structure.pattern})")

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from megatron_nemotron3.precision.formats import NVFP4
 from megatron_nemotron3.precision.numerics import nvfp4
-from megatron_nemotron3.precision.scales import MAX
 
 
 class PackedProducts:
@@ -23,13 +22,16 @@ class PackedProducts:
     #: In training and evaluation.
     formats = (NVFP4, NVFP4)
 
+    def __init__(self, four_over_six: bool = False) -> None:
+        self.four_over_six = four_over_six
+
     def recipe(self, module: Any) -> str:
         """The same in training and evaluation."""
         return NVFP4
 
     def linear(self, module: Any, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """x [s, b, in] -> [s, b, out]; arguments are those of Megatron's own function."""
-        (values,) = _StraightThrough.apply(module.tp_group, weight)
+        (values,) = _StraightThrough.apply(module.tp_group, self.four_over_six, weight)
         y: Tensor = module.plain_product(x, values, *args, **kwargs)
         return y
 
@@ -39,27 +41,29 @@ class PackedProducts:
 
     def grouped(self, module: Any, x: Tensor, weights: list[Tensor], counts: list[int] | Tensor) -> Tensor:
         """x [t, in], rows sorted by expert -> [t, out]."""
-        values = _StraightThrough.apply(module.tp_group, *weights)
+        values = _StraightThrough.apply(module.tp_group, self.four_over_six, *weights)
         y: Tensor = module.products_of(x, list(values), counts)
         return y
 
 
-def packed_values(weights: Tensor, group: Any) -> Tensor:
+def packed_values(weights: Tensor, group: Any, four_over_six: bool = False) -> Tensor:
     """The values of E packed weights [E, out, in], in their dtype."""
     largest = weights.abs().flatten(1).amax(1).float()
     if group is not None and group.size() > 1:
         torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group)
-    scale = (torch.where(largest == 0, 1.0, largest) / torch.full_like(largest, MAX)).view(-1, 1, 1)
-    return nvfp4.dequantize(*nvfp4.quantize(weights, scale), scale).to(weights.dtype)
+    largest = torch.where(largest == 0, 1.0, largest).view(-1, 1, 1)
+    scale = largest / torch.full_like(largest, nvfp4.limit(four_over_six))
+    codes = nvfp4.quantize(weights, scale, largest if four_over_six else None)
+    return nvfp4.dequantize(*codes, scale).to(weights.dtype)
 
 
 class _StraightThrough(torch.autograd.Function):
-    """(group, weights) -> their packed values; the gradient passes unchanged."""
+    """(group, whether four-over-six, weights) -> their packed values; the gradient passes unchanged."""
 
     @staticmethod
-    def forward(ctx: Any, group: Any, *weights: Tensor) -> tuple[Tensor, ...]:
-        return packed_values(torch.stack([w.detach() for w in weights]), group).unbind(0)
+    def forward(ctx: Any, group: Any, four_over_six: bool, *weights: Tensor) -> tuple[Tensor, ...]:
+        return packed_values(torch.stack([w.detach() for w in weights]), group, four_over_six).unbind(0)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return None, *gradients
+        return None, None, *gradients

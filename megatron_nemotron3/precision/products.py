@@ -14,9 +14,10 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
 from megatron_nemotron3.precision.formats import NVFP4
+from megatron_nemotron3.precision.numerics.nvfp4 import MAX
 from megatron_nemotron3.precision.quantizer import Amax, Operand, fake_quantize, units
 from megatron_nemotron3.precision.recipe import Spec
-from megatron_nemotron3.precision.scales import MAX, product_scale
+from megatron_nemotron3.precision.scales import product_scale
 
 #: Megatron's random stream of tensor-parallel ranks.
 MODEL_PARALLEL_STREAM = "model-parallel-rng"

@@ -19,10 +19,9 @@ import torch
 
 from megatron_nemotron3.precision import blocks as cut
 from megatron_nemotron3.precision.numerics.grid import E2M1, E4M3, ValueGrid, draw
+from megatron_nemotron3.precision.numerics.nvfp4 import FOUR_OVER_SIX_MAX, MAX, limit
 from megatron_nemotron3.precision.recipe import Spec
 from megatron_nemotron3.precision.scales import (
-    FOUR_OVER_SIX_MAX,
-    MAX,
     Scales,
     four_over_six_scales,
     mxfp8_scales,
@@ -103,7 +102,7 @@ def units(
     prepared = prepare(x, spec, amax)
     values = _rounded_values(prepared, spec, generator, dtype or x.dtype, units=True)
     assert prepared.amax is not None
-    return Operand(values, prepared.amax * (MAX / _largest(spec)))
+    return Operand(values, prepared.amax * (MAX / limit(spec.four_over_six)))
 
 
 def prepare(x: torch.Tensor, spec: Spec, amax: Amax | None = None) -> PreparedOperand:
@@ -214,13 +213,8 @@ def _rounded_values(
         encode, decode = mxfp8_scales(prepared.block_amax)
     else:
         encode, decode = _block_scales(x, spec, prepared.block_amax, amax)
-        decode = decode if units else nvfp4_steps(decode, amax, _largest(spec))
+        decode = decode if units else nvfp4_steps(decode, amax, limit(spec.four_over_six))
     return _round_blocks(x, spec, encode, decode, out, generator)
-
-
-def _largest(spec: Spec) -> float:
-    """The largest element times its block scale that a tensor's amax becomes."""
-    return FOUR_OVER_SIX_MAX if spec.four_over_six else MAX
 
 
 def _block_scales(x: torch.Tensor, spec: Spec, block_amax: torch.Tensor, amax: torch.Tensor) -> Scales:

@@ -47,11 +47,8 @@ import torch
 
 from megatron_nemotron3.precision.numerics import NVFP4_BLOCK, e2m1, e4m3
 from megatron_nemotron3.precision.numerics.grid import E4M3
+from megatron_nemotron3.precision.numerics.nvfp4 import FOUR_OVER_SIX_MAX, MAX
 
-#: The largest value of an NVFP4 element times its block scale.
-MAX = e2m1.MAX * e4m3.MAX
-#: The same in four-over-six where 6 is the largest element.
-FOUR_OVER_SIX_MAX = e2m1.MAX * 256.0
 _FLT_MAX = torch.finfo(torch.float32).max
 _MANTISSA = 0x7FFFFF
 _HALF = 0x400000  # a subnormal amax up to 2^-127 has the exponent -127

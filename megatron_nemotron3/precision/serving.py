@@ -6,7 +6,7 @@ The precision of training is another table (`table`). Only published choices are
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ class ServingRecipe:
     bf16_before_attention: bool = False
     #: NVFP4 weights with BF16 activations, even if activation scales are given.
     weight_only: bool = False
+    #: NVFP4 blocks are scaled to 6 or 4, whichever has the smaller error (`numerics.nvfp4`).
+    four_over_six: bool = False
     #: Layers are listed individually (MIXED_PRECISION), even if all have one format.
     listed: bool = False
 
@@ -49,8 +51,9 @@ RECIPES: dict[str, ServingRecipe] = {
     ),
     "ultra-nvfp4": ServingRecipe(
         _LATENT_NVFP4,
-        "ModelOpt 0.47, NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16/ptq/nvfp4-4o6. Its weight scales were chosen "
-        "for least error, not by the largest magnitude",
+        "ModelOpt 0.47, NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16/ptq/nvfp4-4o6. It also tries 1.5 times the "
+        "scale of each FP8 weight, and takes that with the smaller error",
+        four_over_six=True,
         listed=True,
     ),
     "nano-nvfp4": ServingRecipe(
@@ -60,9 +63,9 @@ RECIPES: dict[str, ServingRecipe] = {
     ),
     "lightning-nvfp4": ServingRecipe(
         {"routed experts": NVFP4, "shared experts": NVFP4, "output head": NVFP4, "Mamba projections": FP8},
-        "ModelOpt 0.47, NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16/ptq/w4a16_nvfp4_4o6. Its weight scales "
-        "were chosen for least error",
+        "ModelOpt 0.47, NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16/ptq/w4a16_nvfp4_4o6. FP8 scales as Ultra",
         weight_only=True,
+        four_over_six=True,
         listed=True,
     ),
     "super-fp8": ServingRecipe(
@@ -76,16 +79,32 @@ RECIPES: dict[str, ServingRecipe] = {
 }
 
 
-def recipe_of(config: Nemotron3Config, name: str) -> tuple[str, ServingRecipe]:
-    """The full name and the recipe "nvfp4" or "fp8" of a model or its tiny form, or one by full name."""
-    own = f"{config.name.removesuffix('-tiny')}-"
+def named_recipe(text: str) -> tuple[str, ServingRecipe]:
+    """A recipe by its full name, which ",4over6=1" or ",4over6=0" may follow; that, if it changes something.
+
+    Raises:
+        ValueError: something else follows, or the recipe has no NVFP4 weights.
+    """
+    name, comma, switch = text.partition(",")
+    found = RECIPES[name]
+    if comma and switch not in ("4over6=0", "4over6=1"):
+        raise ValueError(f"only ,4over6=1 or ,4over6=0 may follow {name}, not {comma}{switch}")
+    if comma and NVFP4 not in found.formats.values():
+        raise ValueError(f"{name} has no NVFP4 weights to scale by four-over-six: drop ,{switch}")
+    made = replace(found, four_over_six=switch == "4over6=1") if comma else found
+    return (name if made == found else text), made
+
+
+def recipe_of(config: Nemotron3Config, text: str) -> tuple[str, ServingRecipe]:
+    """`named_recipe`, or "nvfp4" or "fp8" of a model or its tiny form with what may follow."""
+    name, own = text.partition(",")[0], f"{config.name.removesuffix('-tiny')}-"
     if (full := name if name in RECIPES else own + name) not in RECIPES:
         forms = ", ".join(known.removeprefix(own) for known in RECIPES if known.startswith(own)) or "none"
         raise ValueError(
             f"no published recipe {name!r} of {config.name} is known: its own are {forms} (a refit packs "
             f"fp8-blockwise, too), or use the full name of one of {', '.join(RECIPES)}"
         )
-    return full, RECIPES[full]
+    return named_recipe(full + text.removeprefix(name))
 
 
 #: Class -> kinds of linears (`table.LINEARS`) that can compute with packed weights while they train.
@@ -107,6 +126,6 @@ PACKED_KINDS: dict[str, frozenset[str]] = {
 
 def unquantized_layers(recipe: str, pattern: str) -> set[int]:
     """Decoder layers, from 0, whose weights stay as they are."""
-    if not RECIPES[recipe].bf16_before_attention:
+    if not named_recipe(recipe)[1].bf16_before_attention:
         return set()
     return {layer for layer in range(len(pattern)) if pattern[layer : layer + 2] == "M*"}

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_nemotron3.common.switches import EMULATE, GPU_KERNELS, LOG_PRECISION, EnvironmentSetting
 from megatron_nemotron3.precision.formats import EMULATED, NVFP4
-from megatron_nemotron3.precision.serving import PACKED_KINDS, RECIPES
+from megatron_nemotron3.precision.serving import PACKED_KINDS, RECIPES, named_recipe
 
 #: Option of `nemotron3 run` with a value of the variable. It may stand among the script's own options.
 OPTION = "--nemotron3-emulate"
@@ -43,7 +43,7 @@ class Emulation:
         fprop, dgrad, wgrad: quantize the operands of this matmul.
         every_layer: the format in every linear of every layer, without precision file and BF16 layers.
         four_over_six: scale blocks of weights to 4 where that is closer than to 6 (NVFP4).
-        packed: a recipe of `serving.PACKED_KINDS`, alone: products take the weights that the converter packs,
+        packed: a recipe of `serving.named_recipe`, alone: products take the weights that the converter packs,
             everything else is as in a plain run.
     """
 
@@ -59,11 +59,11 @@ class Emulation:
     packed: str = ""
 
     def __post_init__(self) -> None:
-        if self.packed and self.packed not in PACKED_KINDS:
-            what = "has no NVFP4, or an output head in it" if self.packed in RECIPES else "is unknown"
+        if self.packed and (name := self.packed.partition(",")[0]) not in PACKED_KINDS:
+            what = "has no NVFP4, or an output head in it" if name in RECIPES else "is unknown"
             raise ValueError(f"recipe {self.packed!r} {what}: use one of {', '.join(PACKED_KINDS)}")
         if self.packed and replace(self, packed="") != Emulation():
-            raise ValueError(f"recipe {self.packed!r} has no switches: products are those of a plain run")
+            raise ValueError(f"recipe {self.packed!r} has no such switch: products are those of a plain run")
         if self.format not in EMULATED:
             raise ValueError(f"{self.format!r} is not emulated: use {' or '.join(EMULATED)}")
         if not (self.fprop or self.dgrad or self.wgrad):
@@ -101,11 +101,9 @@ def parse_emulation(text: str) -> Emulation | None:
             f"{EMULATE}={text!r}: {first!r} is not emulated: start with {', '.join(EMULATED)}, a recipe of "
             f"packed weights ({', '.join(PACKED_KINDS)}), or 0 for off"
         )
-    if first in RECIPES and rest:
-        raise ValueError(f"{EMULATE}={text!r}: {first} takes no switches")
     known = tuple(SWITCHES) if first == NVFP4 else _COMMON
     chosen: dict[str, Any] = {}
-    for part in rest:
+    for part in () if first in RECIPES else rest:
         name, _, value = part.partition("=")
         if name not in known:
             raise ValueError(f"{EMULATE}={text!r}: {name!r} is no switch of {first}: use {', '.join(known)}")
@@ -116,7 +114,9 @@ def parse_emulation(text: str) -> Emulation | None:
             raise ValueError(f"{EMULATE}={text!r}: {name} is given twice")
         chosen[field] = value == "1"
     try:
-        return Emulation(packed=first) if first in RECIPES else Emulation(**chosen, format=first)
+        if first in RECIPES:
+            return Emulation(packed=named_recipe(",".join((first, *rest)))[0])
+        return Emulation(**chosen, format=first)
     except ValueError as problem:
         raise ValueError(f"{EMULATE}={text!r}: {problem}") from None
 

@@ -153,6 +153,9 @@ _TWO_AND_TWO = {
     TENSORWISE: "Nemotron-H report (arXiv 2504.03624): the first and last four products",
     BLOCKWISE: "Nemotron Nano 2 report (arXiv 2508.14444): the first and last four products",
 }
+#: The models of these reports, and their numbers of layers. What the 9B v2 was distilled in is UNKNOWN, and
+#: which FP8 recipe the 47B was.
+_TRAINED_IN = {TENSORWISE: ("nemotron-h-56b", 118), BLOCKWISE: ("nano-12b-v2", 62)}
 
 
 def bf16_layers(config: Nemotron3Config, precision: str) -> BF16Layers:
@@ -189,9 +192,10 @@ def bf16_tail(config: Nemotron3Config) -> int:
     return tail(config).end
 
 
-def is_published(config: Nemotron3Config) -> bool:
-    """Whether a report states that this model was trained with this recipe."""
-    return (config.name, config.num_layers) in _PUBLISHED_TAIL
+def is_published(config: Nemotron3Config, precision: str = NVFP4) -> bool:
+    """Whether a report states that this model was trained with this recipe; for MXFP8, with NVFP4's."""
+    model = config.name, config.num_layers
+    return model in _PUBLISHED_TAIL if precision in (NVFP4, MXFP8) else model == _TRAINED_IN.get(precision)
 
 
 def kind_of(module: str) -> ModuleKind | None:

@@ -179,9 +179,15 @@ def _config_section() -> list[str]:
         + ", ".join(f"`{k}` {v}" for k, v in fixed.items())
         + f"; `{config_keys.NORMALIZED}` True, but False with one expert per token.",
         "",
-        f"`{config_keys.CLAMPS[-1]}` is written as {config_keys.NO_CLAMP}: transformers clamps time steps "
-        "below at it, which Megatron and vLLM do not. Where a reference has another value it is kept, and "
-        "the conversion says so.",
+        f"`{config_keys.CLAMPS[-1]}` is written as {config_keys.DEFAULT_CLAMP}, as in released files; a "
+        "reference's value is kept. It is the smallest time step of a new model. transformers without its "
+        "pull request 48989 (5.24 and before) also clamps every time step below at it, which Megatron and "
+        "vLLM do not, and so computes other logits: the conversion says so, and `--check-logits` computes "
+        "without the clamp. Such transformers cannot have both. A tiny value would turn the clamp off, "
+        "but stay in the file after that request, and let nearly all heads of a new model begin at "
+        "`time_step_floor` (0.0001), which nothing reports. The clamp can be turned off where it is: "
+        "`time_step_limit = (0, inf)` of each Mamba mixer of a loaded model, which changes nothing after "
+        "the request.",
     ]
     return lines
 

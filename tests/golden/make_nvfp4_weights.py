@@ -4,12 +4,16 @@
     PYTHONPATH=SITE python tests/golden/make_nvfp4_weights.py     # scipy, torch and transformers installed
 
 Runs on a CPU. Per case: `weight` (bits of `dtype`), `codes`, `scale` (bits of float8_e4m3fn), `scale_2`, and
-`values`, the bits of the weights ModelOpt's dequantization gives in bfloat16.
+`values`, the bits of the weights ModelOpt's dequantization gives in bfloat16. Names with `four_` are of its
+four-over-six (`configs/numerics/nvfp4_four_over_six`, a search over 1 and 1.5). Its kernel that is for CUDA
+alone, of the values that the search compares, is replaced by ModelOpt's functions for CPUs.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy
 import torch
@@ -51,7 +55,55 @@ def cases() -> dict[str, torch.Tensor]:
         "tiny": (normal * 1e-25).bfloat16(),
         "large": (normal * 1e30).bfloat16(),
         "column": normal[:1, :16].bfloat16(),
+        "odd": (normal[:7, :48] * 0.02).bfloat16(),
+        "subnormal": (spread * torch.exp2(-torch.arange(24.0))[:, None]).float() * 1e-3,
+        "equal": torch.tensor([6.0, 4, 3, 2] * 12).view(3, 16).bfloat16(),  # no error with 6, nor with 4
     }
+
+
+FOUR_OVER_SIX = {
+    "quant_cfg": [
+        {"quantizer_name": "*", "enable": False},
+        {
+            "quantizer_name": "*weight_quantizer",
+            "cfg": {
+                "num_bits": (2, 1),
+                "block_sizes": {-1: 16, "type": "static", "scale_bits": (4, 3), "four_over_six": True},
+            },
+        },
+    ],
+    "algorithm": {
+        "method": "mse",
+        "fp8_scale_sweep": False,
+        "start_multiplier": 1.0,
+        "stop_multiplier": 1.5,
+        "step_size": 0.5,
+    },
+}
+
+
+def four_over_six(weight: torch.Tensor) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """ModelOpt's `NVFP4QTensor` of a weight, its block scales and its tensor scale."""
+    import modelopt.torch.quantization as mtq
+    from modelopt.torch.kernels.quantization.gemm.fp4_kernel import compute_fp4_scales
+    from modelopt.torch.quantization.nn.modules import tensor_quantizer
+    from modelopt.torch.quantization.qtensor import NVFP4QTensor
+
+    def values(x: Any, amax: Any, whole: Any, rounded: bool, largest: float, *rest: Any) -> torch.Tensor:
+        steps = compute_fp4_scales(amax, whole, rounded, largest).view(-1, 1)
+        safe = torch.where((steps == 0) | ~steps.isfinite(), 1.0, steps)
+        codes = NVFP4QTensor._cast_fp4(x.view(-1, 16) / safe)
+        rounded_values = NVFP4QTensor.get_e2m1_values(x.device)[codes.long()] * safe
+        return torch.where(steps == 0, 0.0, rounded_values).view_as(x)
+
+    linear = torch.nn.Linear(*weight.shape[::-1], bias=False, dtype=weight.dtype)
+    linear.weight.data.copy_(weight)
+    model = torch.nn.Sequential(linear)
+    with mock.patch.object(tensor_quantizer, "static_blockwise_fp4_fake_quant", values):
+        mtq.quantize(model, FOUR_OVER_SIX)
+    quantizer = model[0].weight_quantizer
+    scale, scale_2 = NVFP4QTensor.get_weights_scaling_factor_from_quantizer(quantizer, weight)
+    return NVFP4QTensor.quantize(weight.clone(), 16, scale, scale_2)
 
 
 def main() -> None:
@@ -60,17 +112,18 @@ def main() -> None:
 
     arrays: dict[str, numpy.ndarray] = {}
     for name, weight in cases().items():
-        made, scale, scale_2 = NVFP4QTensor.quantize(weight.clone(), 16)
-        values = made.dequantize(torch.bfloat16, scale=scale, double_scale=scale_2, block_sizes={-1: 16})
         signed = {2: torch.int16, 4: torch.int32}[weight.element_size()]
-        arrays |= {
-            f"{name}.dtype": numpy.array(str(weight.dtype).removeprefix("torch.")),
-            f"{name}.weight": weight.view(signed).numpy(),
-            f"{name}.codes": made._quantized_data.numpy(),
-            f"{name}.scale": scale.view(torch.uint8).numpy(),
-            f"{name}.scale_2": scale_2.numpy(),
-            f"{name}.values": values.view(torch.int16).numpy(),
-        }
+        arrays[f"{name}.dtype"] = numpy.array(str(weight.dtype).removeprefix("torch."))
+        arrays[f"{name}.weight"] = weight.view(signed).numpy()
+        plain = NVFP4QTensor.quantize(weight.clone(), 16)
+        for form, (made, scale, scale_2) in (("", plain), ("four_", four_over_six(weight))):
+            values = made.dequantize(torch.bfloat16, scale=scale, double_scale=scale_2, block_sizes={-1: 16})
+            arrays |= {
+                f"{name}.{form}codes": made._quantized_data.numpy(),
+                f"{name}.{form}scale": scale.view(torch.uint8).numpy(),
+                f"{name}.{form}scale_2": scale_2.numpy(),
+                f"{name}.{form}values": values.view(torch.int16).numpy(),
+            }
     numpy.savez_compressed(Path(__file__).with_name("nvfp4_weights.npz"), **arrays)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,16 @@ from megatron_nemotron3.launch import Launch, check
 from megatron_nemotron3.launch.plan.activations import PACKED
 from megatron_nemotron3.launch.plan.hardware import GPUS
 from megatron_nemotron3.launch.precision_file import formats_of
-from megatron_nemotron3.precision.formats import DEFAULT_RECIPES, FORMATS, either, name_of, runnable
+from megatron_nemotron3.precision import command as precision_command
+from megatron_nemotron3.precision.formats import (
+    BLOCKWISE,
+    DEFAULT_RECIPES,
+    FORMATS,
+    TENSORWISE,
+    either,
+    name_of,
+    runnable,
+)
 from megatron_nemotron3.precision.model_formats import Ambient, ModelFormats
 from megatron_nemotron3.precision.table import PRECISIONS, bf16_layers
 from megatron_nemotron3.precision.yaml_file import NO_FILE, PARAMS, RECIPE_FIELDS, TYPE, parse
@@ -85,6 +95,30 @@ def test_layers_that_stay_bf16() -> None:
         assert {has for linear, _, has in formats.linears() if linear.layer is None} == {precision}
     one = models.SUPER.but(pattern="M")
     assert all(bf16_layers(one, p).start + bf16_layers(one, p).end <= 1 for p in PRECISIONS)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["nemotron-h-4b", "nemotron-h-8b", "nemotron-h-47b", "nemotron-h-56b", "nano-9b-v2", "nano-12b-v2"],
+)
+@pytest.mark.parametrize("precision", [TENSORWISE, BLOCKWISE])
+def test_nemotron_h_has_the_fp8_recipe_of_its_report(
+    name: str, precision: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first and last four products stay BF16: two layers at each end, as in NVIDIA's recipes."""
+    config = models.get(name)
+    kept = [linear.layer for linear, _, has in ModelFormats.of(config, precision).linears() if has == "bf16"]
+    assert Counter(kept) == dict.fromkeys((0, 1, config.num_layers - 2, config.num_layers - 1), 2)
+    assert cli.main(["flags", name, "--precision", precision, "--backend", "te"]) == 0
+    fmt, recipe = FORMATS[precision].elements, FORMATS[precision].recipe
+    printed = " ".join(capsys.readouterr().out.split())
+    for options in (
+        f"--fp8-format {fmt} --fp8-recipe {recipe} ",
+        "--first-last-layers-bf16 --num-layers-at-start-in-bf16 2 --num-layers-at-end-in-bf16 2 ",
+    ):
+        assert options in printed
+    said = "No source says" not in precision_command.render(config, precision)
+    assert said == ((name, precision) in {("nemotron-h-56b", TENSORWISE), ("nano-12b-v2", BLOCKWISE)})
 
 
 @pytest.mark.parametrize("name", FP8)

@@ -35,32 +35,39 @@ from tests.support.quantized_models import Memory, random_model
 SUPER = Emulation(packed="super-nvfp4")
 
 
-def converted(weight: Tensor) -> Tensor:
+def converted(weight: Tensor, four: bool = False) -> Tensor:
     """What `convert to-hf --quantize` stores of a weight, as `from-hf --dequantize` reads it."""
-    scale = nvfp4.tensor_scale(nvfp4.amax(weight))
-    return nvfp4.dequantize(*nvfp4.quantize(weight, scale), scale).to(weight.dtype)
+    amax = nvfp4.amax(weight)
+    scale = nvfp4.tensor_scale(amax, nvfp4.limit(four))
+    codes = nvfp4.quantize(weight, scale, amax if four else None)
+    return nvfp4.dequantize(*codes, scale).to(weight.dtype)
 
 
+@pytest.mark.parametrize("four", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_values_are_the_converters(dtype: torch.dtype) -> None:
+def test_values_are_the_converters(dtype: torch.dtype, four: bool) -> None:
     """Each weight by its own largest magnitude: an outlier, tiny ones, and one of zeros."""
     weights = torch.randn(4, 48, 64, generator=torch.Generator().manual_seed(1))
     weights[0, 3, 5], weights[3] = 900.0, 0.0
     weights = (weights * torch.tensor([1.0, 1e-3, 40.0, 1.0]).view(-1, 1, 1)).to(dtype)
-    expected = torch.stack([converted(w) for w in weights])
-    assert torch.equal(packed_values(weights, None), expected)
+    expected = torch.stack([converted(w, four) for w in weights])
+    assert torch.equal(packed_values(weights, None, four), expected)
     assert not torch.equal(expected, weights)
 
 
-def test_values_are_those_of_the_packed_checkpoint() -> None:
+@pytest.mark.parametrize(
+    ("recipe", "four"),
+    [("super-nvfp4", False), ("super-nvfp4,4over6=1", True), ("ultra-nvfp4", True), ("nvfp4", False)],
+)
+def test_values_are_those_of_the_packed_checkpoint(recipe: str, four: bool) -> None:
     """Every expert of a model in Hugging Face's form, packed by the converter and read back."""
     config = get("super-tiny").but(pattern="ME*", num_moe_experts=4, moe_router_topk=2)
     source = Memory(random_model(config, torch.float32))
-    read_back = Dequantized(Quantized(source, quantization(config, "super-nvfp4")))
+    read_back = Dequantized(Quantized(source, quantization(config, recipe)))
     names = [name for name in source.tensors if ".experts." in name and "mtp" not in name]
     assert len(names) == 8
     for name in names:
-        used = packed_values(source.read(name)[None], None)[0]
+        used = packed_values(source.read(name)[None], None, four)[0]
         assert torch.equal(used.bfloat16(), read_back.read(name))
 
 
@@ -120,12 +127,14 @@ def test_what_cannot_be_packed_is_refused() -> None:
     for text, message in (
         ("lightning-nvfp4", "output head"),
         ("super-fp8", "has no NVFP4"),
-        ("super-nvfp4,sr=0", "no switches"),
+        ("super-nvfp4,sr=0", "only ,4over6=1 or ,4over6=0 may follow"),
+        ("super-nvfp4,4over6=1,4over6=0", "only ,4over6=1 or ,4over6=0 may follow"),
+        ("super-fp8,4over6=1", "has no NVFP4 weights to scale"),
         ("super-int4", "a recipe of packed weights"),
     ):
         with pytest.raises(ValueError, match=message):
             parse_emulation(text)
-    with pytest.raises(ValueError, match="no switches"):
+    with pytest.raises(ValueError, match="no such switch"):
         Emulation(packed="super-nvfp4", tile=False)
     with pytest.raises(ValueError, match="drop --te-precision-config-file"):
         built(SUPER, quant_recipe=quant_recipe())
@@ -134,6 +143,24 @@ def test_what_cannot_be_packed_is_refused() -> None:
     model = built(SUPER, "MM*-")
     with pytest.raises(RuntimeError, match="packs no weight of this model"):
         step(model)
+
+
+@pytest.mark.usefixtures("world")
+def test_four_over_six_is_the_recipes_unless_the_text_says_otherwise() -> None:
+    for text, canonical, four in (
+        ("super-nvfp4,4over6=1", "super-nvfp4,4over6=1", True),
+        ("super-nvfp4,4over6=0", "super-nvfp4", False),
+        ("ultra-nvfp4", "ultra-nvfp4", True),
+        ("ultra-nvfp4,4over6=0", "ultra-nvfp4,4over6=0", False),
+    ):
+        chosen = parse_emulation(text)
+        assert chosen is not None and chosen.text() == canonical and parse_emulation(canonical) == chosen
+        model = built(chosen, "ME*")
+        step(model)
+        products = {
+            m.products.four_over_six for m in model.modules() if hasattr(m, "products") and m.products
+        }
+        assert products == {four}
 
 
 def both_kinds() -> dict[str, tuple[Tensor, Tensor, Tensor]]:

@@ -6,6 +6,7 @@ check those.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -177,6 +178,14 @@ def transformers_from(data: dict[str, Any]) -> Any:
         if block["block_type"] == "moe":
             result.model.layers[number].mixer = NemotronHMoE(configured(data | block), layer_idx=number)
     return result
+
+
+def unclamped(model: Any) -> Any:
+    """A model of transformers whose Mamba mixers limit no time step, as Megatron's."""
+    for module in model.modules():
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = (0.0, math.inf)
+    return model
 
 
 def to_transformers(tensors: dict[str, Tensor], model: Nemotron3Config) -> dict[str, Tensor]:

@@ -141,7 +141,7 @@ def write(
     if config.is_moe:
         result[NORMALIZED] = config.moe_router_topk != 1
     if "M" in config.full_pattern:
-        result[CLAMPS[-1]] = NO_CLAMP
+        result[CLAMPS[-1]] = DEFAULT_CLAMP
     if config.has_mtp:
         assert config.mtp_pattern is not None
         result[MTP_BLOCKS] = config.mtp_num_blocks
@@ -237,16 +237,20 @@ def unread_note(data: Mapping[str, Any]) -> str | None:
 
 
 def clamp_note(data: Mapping[str, Any]) -> str | None:
-    """Return what to say of a config.json with which transformers computes other time steps than Megatron."""
+    """Return what to say of a config.json with which transformers computes or draws other time steps."""
     key, value = next(((k, data[k]) for k in CLAMPS if data.get(k) is not None), (CLAMPS[-1], None))
     clamp = DEFAULT_CLAMP if value is None else value
-    if not isinstance(clamp, (int, float)) or clamp <= NO_CLAMP:
+    if not isinstance(clamp, (int, float)):
         return None
     stated = f"{key}={clamp}" if value is not None else f"no {key}, whose default is {clamp}"
-    return (
-        f"config.json has {stated}: transformers clamps dt there and computes other logits; "
-        f"Megatron and vLLM do not. {NO_CLAMP} turns it off"
-    )
+    if clamp <= NO_CLAMP:
+        more = f"most heads of a new model of it would begin at time_step_floor: {DEFAULT_CLAMP} is usual"
+    else:
+        more = (
+            "transformers without its pull request 48989 clamps dt there and computes other logits, Megatron "
+            "and vLLM do not: set time_step_limit of its Mamba mixers to (0, inf)"
+        )
+    return f"config.json has {stated}: {more}"
 
 
 def _layer_pattern(data: Mapping[str, Any], keys: tuple[str, tuple[str, ...]]) -> str | None:

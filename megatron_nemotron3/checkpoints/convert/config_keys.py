@@ -135,11 +135,13 @@ WRITTEN_MOE = ("n_group", "n_shared_experts", "topk_group")
 #: Whether the weights of a token's experts are divided by their sum. Megatron divides them unless there is
 #: only one, which divided by itself would be 1.
 NORMALIZED = "norm_topk_prob"
-#: transformers (up to 5.23) clamps dt below at the first of these keys, and at 0.001 without them. Megatron
-#: clamps nothing, nor does vLLM.
+#: The smallest dt of a new model. transformers (up to 5.24, see its pull request 48989) also clamps every dt
+#: below at the first of these keys, and at 0.001 without them. Megatron clamps nothing, nor does vLLM.
 CLAMPS = ("mamba_dt_min", "time_step_min")
+#: What is written, too. A tiny number would turn the clamp off, and spoil new models also after that request:
+#: their dt is drawn between it and 0.1, so nearly all heads would begin at `time_step_floor`.
 DEFAULT_CLAMP = 1e-3
-#: What is written: below every dt that matters. transformers takes its logarithm, so it cannot be 0.
+#: Such a number, as files of before have it.
 NO_CLAMP = 1e-30
 
 #: Keys that change neither a tensor nor a result.

@@ -99,7 +99,8 @@ class _OfMegatron:
     )
     from_optimizer_master: bool = flag("convert the FP32 master weights of the optimizer")
     quantize: str | None = option(
-        f"pack the weights for inference engines: nvfp4, fp8, or one of {', '.join(RECIPES)}",
+        f"pack the weights for inference engines: nvfp4, fp8, or one of {', '.join(RECIPES)}; ,4over6=1 or "
+        ",4over6=0 after it chooses NVFP4 scales by error or by largest magnitudes",
         "RECIPE",
         group=_QUANTIZED,
     )

@@ -44,7 +44,7 @@ from megatron_nemotron3.precision.serving import (
     CLASSES,
     FP8,
     NVFP4,
-    RECIPES,
+    named_recipe,
     recipe_of,
     unquantized_layers,
 )
@@ -85,6 +85,8 @@ class Weight:
     algorithm: str | None
     #: Given scales: suffix after "X." -> value.
     given: Mapping[str, float] = field(default_factory=dict)
+    #: Scales of an NVFP4 weight are chosen by error (`numerics.nvfp4`).
+    four_over_six: bool = False
 
     @property
     def module(self) -> str:
@@ -157,12 +159,8 @@ def quantization(
     if rules.weight_only:
         wanted[NVFP4] = []
     have = {kind: _all_or_none(kind, names, given) for kind, names in wanted.items()}
-    algorithms = {
-        NVFP4: "NVFP4" if have[NVFP4] else "W4A16_NVFP4",
-        FP8: "FP8" if have[FP8] else None,
-        BF16: None,
-    }
-    if not any(algorithms[kind] for kind in by_name.values()):
+    algorithms = {NVFP4: "NVFP4" if have[NVFP4] else "W4A16_NVFP4", FP8: "FP8" if have[FP8] else None}
+    if not any(algorithms.get(kind) for kind in by_name.values()):
         raise ValueError(
             f"recipe {full!r} has only FP8 weights, and engines need a scale for the activations of each "
             f"({len(wanted[FP8])}, first {wanted[FP8][0]!r}): give --input-scales"
@@ -173,7 +171,8 @@ def quantization(
         module = tensor.name.removesuffix(".weight")
         names = [f"{module}.{suffix}" for suffix in SCALES]
         own = {n.rpartition(".")[2]: given[n] for n in names if n in used}
-        weights.append(Weight(tensor, algorithms[by_name[tensor.name]], own))
+        four_over_six = rules.four_over_six and by_name[tensor.name] == NVFP4
+        weights.append(Weight(tensor, algorithms.get(by_name[tensor.name]), own, four_over_six))
     kept = tuple(n for n, kind in by_name.items() if kind == FP8 and not have[FP8])
     unused = tuple(name for name in given if name not in used)
     return Quantization(full, tuple(weights), have["KV cache"], kept, unused)
@@ -194,7 +193,7 @@ def hf_quant_config(plan: Quantization, written_by: str) -> dict[str, Any]:
     layers = {w.module: _layer_entry(w.algorithm) for w in plan.weights if w.algorithm}
     algorithms = {layer["quant_algo"] for layer in layers.values()}
     modules: dict[str, Any]
-    if len(algorithms) > 1 or "W4A16_NVFP4" in algorithms or RECIPES[plan.recipe].listed:
+    if len(algorithms) > 1 or "W4A16_NVFP4" in algorithms or named_recipe(plan.recipe)[1].listed:
         algorithm, modules = "MIXED_PRECISION", {"quantized_layers": layers}
     else:
         (algorithm,) = algorithms
@@ -289,7 +288,9 @@ def quantized_lines(plan: Quantization | None) -> Iterator[str]:
     if plan is None:
         return
     kinds = Counter(weight.algorithm for weight in plan.weights if weight.algorithm)
-    yield f"quantized    by {plan.recipe}: " + ", ".join(f"{n:,} weights {kind}" for kind, n in kinds.items())
+    by_error = ", NVFP4 scales by error" if any(w.four_over_six for w in plan.weights) else ""
+    counts = ", ".join(f"{n:,} weights {kind}" for kind, n in kinds.items())
+    yield f"quantized    by {plan.recipe}: {counts}{by_error}"
     if plan.kept:
         yield (
             f"kept         {len(plan.kept):,} weights stay as they are: FP8 in the recipe, but no "

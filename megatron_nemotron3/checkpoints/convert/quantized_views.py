@@ -30,7 +30,7 @@ from megatron_nemotron3.checkpoints.convert.plan import Slices, bands, whole
 from megatron_nemotron3.checkpoints.convert.quantized import BLOCK, FP8, NVFP4, Quantization, Weight, scalar
 from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource
 from megatron_nemotron3.checkpoints.metadata import CheckpointError
-from megatron_nemotron3.precision.numerics import fp8, nvfp4
+from megatron_nemotron3.precision.numerics import e4m3, fp8, nvfp4
 
 #: Suffixes after "X." of tensors that do not concern weights.
 _ACTIVATION_SCALES = ("input_scale", "input_global_scale", "k_scale", "v_scale", "q_scale")
@@ -289,12 +289,12 @@ class Quantized(TensorSource):
     def _weight_scale(self, weight: Weight) -> Tensor:
         """Return the scale of a whole tensor; the first call reads all its elements."""
         name, shape, _ = weight.tensor
-        make = fp8.tensor_scale if weight.algorithm == "FP8" else nvfp4.tensor_scale
+        limit = e4m3.MAX if weight.algorithm == "FP8" else nvfp4.limit(weight.four_over_six)
         try:
             if name not in self._amax:
                 pieces = bands(whole(shape), 1 << 22)
                 self._amax[name] = max(nvfp4.amax(self._elements(name, some)) for some in pieces)
-            return make(self._amax[name])
+            return nvfp4.tensor_scale(self._amax[name], limit)
         except CheckpointError:
             raise
         except ValueError as problem:
@@ -309,15 +309,16 @@ class Quantized(TensorSource):
         first, last = left * each // BLOCK * BLOCK, min(-(-right * each // BLOCK) * BLOCK, shape[1])
         result = torch.empty((bottom - top, right - left), dtype=torch.uint8)
         step = max(1, _QUANTIZE_STEP // max(1, last - first))
+        amax = self._amax[name] if weight.four_over_six else None
         for start in range(top, bottom, step):
             stop = min(start + step, bottom)
             x = self._elements(name, ((start, stop), (first, last)))
             if weight.algorithm == "FP8":
                 made = fp8.quantize(x, scale)
             elif part == "weight":
-                made = nvfp4.quantize(x, scale)[0]
+                made = nvfp4.quantize(x, scale, amax)[0]
             else:
-                made = nvfp4.block_scales(x, scale)
+                made = nvfp4.block_scales(x, scale, amax)
             skip = left - first // each
             result[start - top : stop - top] = made[:, skip : skip + right - left]
         return result

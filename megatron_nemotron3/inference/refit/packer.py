@@ -43,7 +43,7 @@ class PackedSource(Mapping[str, Tensor]):
                 grid = grid_of(weight)
                 self._places[name] = size, grid
                 size += prod(grid)
-                limit = nvfp4.MAX if "NVFP4" in weight.algorithm else e4m3.MAX
+                limit = nvfp4.limit(weight.four_over_six) if "NVFP4" in weight.algorithm else e4m3.MAX
                 limits.append(torch.full((prod(grid),), limit, dtype=torch.float32))
             if name in source:
                 self._made |= {stored.name(name): (weight, stored) for stored in stored_of(weight)}
@@ -111,10 +111,10 @@ class PackedSource(Mapping[str, Tensor]):
             return scale.view(stored.shape)
         x = self._weight(weight.tensor.name)
         if "NVFP4" in str(weight.algorithm):
-            scale = scale.view(())
+            scale, amax = scale.view(()), self.largest[start] if weight.four_over_six else None
             if stored.suffix == "weight":
-                return nvfp4.quantize(x, scale)[0]
-            return nvfp4.block_scales(x, scale).view(torch.float8_e4m3fn)
+                return nvfp4.quantize(x, scale, amax)[0]
+            return nvfp4.block_scales(x, scale, amax).view(torch.float8_e4m3fn)
         rows, columns = (n.clamp(min=0) // BLOCK for n in self._numbers(weight.tensor.name, x))
         scale = scale.view(()) if grid == (1, 1) else scale.view(grid)[rows][:, columns]
         return fp8.quantize(x, scale).view(torch.float8_e4m3fn)

@@ -1,4 +1,4 @@
-"""FP8 weights for inference engines: E4M3 elements with an FP32 scale of the tensor, amax / 448.
+"""FP8 weights for inference engines: E4M3 elements with an FP32 scale (`nvfp4.tensor_scale`, amax / 448).
 
 Each element is divided in FP32 and rounded once. ModelOpt divides a BF16 weight in BF16 and so rounds twice:
 its elements differ by one step where the BF16 quotient is a tie, and are then farther from the weight.
@@ -8,18 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_nemotron3.precision.numerics import e4m3, nvfp4
-from megatron_nemotron3.precision.numerics.nvfp4 import amax
-
-__all__ = ["MIN_AMAX", "amax", "dequantize", "quantize", "tensor_scale"]
-
-#: For a smaller amax the scale would be a subnormal FP32 number or 0.
-MIN_AMAX = e4m3.MAX * torch.finfo(torch.float32).tiny
-
-
-def tensor_scale(amax: torch.Tensor) -> torch.Tensor:
-    """Scale of a tensor, float32 []. Arguments and errors as `nvfp4.tensor_scale`."""
-    return nvfp4.tensor_scale(amax, e4m3.MAX)
+from megatron_nemotron3.precision.numerics import e4m3
 
 
 def quantize(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

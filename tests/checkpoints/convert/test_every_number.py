@@ -1,7 +1,7 @@
 """Every field of `Nemotron3Config` and every key of transformers' configuration, changed one at a time.
 
 Megatron, built from our flags, and transformers, built from the config.json, must both follow the change and
-agree with each other, or the change is refused. Nothing is set aside here: not the clamp, not an epsilon.
+agree with each other, or the change is refused. Nothing is set aside here but the clamp, not an epsilon.
 """
 
 from __future__ import annotations
@@ -9,21 +9,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_nemotron3 import cli
-from megatron_nemotron3.checkpoints.convert.config_json import clamp_note, read, write
-from megatron_nemotron3.checkpoints.convert.config_keys import FIXED, NO_CLAMP
+from megatron_nemotron3.checkpoints.convert.config_json import read, write
+from megatron_nemotron3.checkpoints.convert.config_keys import FIXED
 from megatron_nemotron3.launch import Launch, flags, to_argv
 from megatron_nemotron3.models import Nemotron3Config, get
 from megatron_nemotron3.train.build import build_model
 from tests.support import parity
-from tests.support.hf_folders import write_hf
-from tests.support.model_mapping import randomize, to_transformers, transformers_from
+from tests.support.model_mapping import randomize, to_transformers, transformers_from, unclamped
 from tests.support.world import world_of_one
 
 transformers = pytest.importorskip("transformers")
@@ -83,6 +80,7 @@ def argv(config: Nemotron3Config) -> list[str]:
 def theirs_of(data: dict[str, Any], weights: dict[str, torch.Tensor] | None = None) -> Any:
     """transformers' model of a config.json as a file has it, with the weights of `weights` if given."""
     model = transformers_from(json.loads(json.dumps(data)) | {"dtype": "float32"}).float().eval()
+    unclamped(model)
     if weights is not None:
         model.load_state_dict(weights, strict=True)
     return model
@@ -185,12 +183,6 @@ def test_a_key_is_refused_or_arrives_or_changes_nothing(key: str, world: None) -
         return
     assert key not in REFUSED_KEYS
     ours, theirs = both(config if not config.has_mtp else parity.without_mtp(config), data)
-    if key == "time_step_min":
-        # transformers' own: the weights of the family were trained without it, so it cannot be taken over.
-        assert not torch.allclose(ours, theirs, rtol=0, atol=parity.LOGITS_ATOL)
-        note = clamp_note(data)
-        assert note is not None and "time_step_min=0.05" in note
-        return
     torch.testing.assert_close(ours, theirs, rtol=0, atol=parity.LOGITS_ATOL)
 
 
@@ -203,37 +195,3 @@ def test_the_only_expert_keeps_its_score() -> None:
             read(wrong)
     with pytest.raises(ValueError, match="norm_topk_prob=False cannot be built by Megatron, which has True"):
         read(write(MODEL) | {"norm_topk_prob": False})
-
-
-def test_the_clamp_is_off_or_said() -> None:
-    data = write(MODEL)
-    assert data["time_step_min"] == NO_CLAMP and clamp_note(data) is None
-    released = {**data, "time_step_min": 0.001, "time_step_floor": 0.0001}
-    kept = write(MODEL, reference=released)
-    assert kept == released
-    for stated, said in (
-        (kept, "config.json has time_step_min=0.001: "),
-        ({k: v for k, v in data.items() if k != "time_step_min"}, "no time_step_min, whose default is 0.001"),
-        (data | {"mamba_dt_min": 0.01}, "mamba_dt_min=0.01: "),
-    ):
-        note = clamp_note(stated)
-        assert note is not None and said in note
-    assert "time_step_min" not in write(MODEL.but(pattern="*E"))
-
-
-def test_conversions_say_that_transformers_clamps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = get("nano-tiny").but(pattern="ME", num_moe_experts=2, moe_router_topk=2)
-    write_hf(tmp_path / "hf", config, dtype="float32")
-    file = tmp_path / "hf/config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"time_step_min": 0.001}))
-
-    def said(*words: str) -> list[str]:
-        assert cli.main(["convert", *words]) == 0
-        return [line for line in capsys.readouterr().out.splitlines() if "time_step_min=0.001" in line]
-
-    one, other = map(str, (tmp_path / "hf", tmp_path / "megatron"))
-    (imported, checked) = said("from-hf", one, other, "--check-logits", "9")
-    assert imported.startswith("time steps ") and "computes without its clamp" in checked
-    assert len(said("to-hf", other, str(tmp_path / "like"), "--reference", one)) == 1
-    # What the original said comes back without --reference, too.
-    assert len(said("to-hf", other, str(tmp_path / "plain"), "--check-logits", "9")) == 2

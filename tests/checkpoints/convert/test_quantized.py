@@ -25,6 +25,7 @@ from megatron_nemotron3.checkpoints.convert.quantized import (
     hf_quant_config,
     quantization,
     quantization_config,
+    quantized_lines,
     read_scales,
 )
 from megatron_nemotron3.checkpoints.convert.quantized_views import Dequantized, Quantized
@@ -252,6 +253,7 @@ def test_written_and_read_back(tmp_path: Path, name: str, with_scales: bool) -> 
     scales = all_scales(config, "nvfp4") if with_scales else {}
     plan = quantization(config, "nvfp4", scales)
     folder = written(tmp_path / "checkpoint", Quantized(Memory(model), plan))
+    assert ("NVFP4 scales by error" in "".join(quantized_lines(plan))) == (name == "lightning-tiny")
     stored: dict[str, torch.Tensor] = {}
     for file in folder.glob("*.safetensors"):
         stored |= load_file(file)
@@ -272,11 +274,13 @@ def test_written_and_read_back(tmp_path: Path, name: str, with_scales: bool) -> 
             assert torch.equal(values, original) and values.dtype == original.dtype
         else:
             if weight.algorithm == "FP8":
-                s = fp8.tensor_scale(fp8.amax(original))
+                s = nvfp4.tensor_scale(nvfp4.amax(original), 448)
                 expected = fp8.dequantize(fp8.quantize(original, s), s)
             else:
-                s = nvfp4.tensor_scale(nvfp4.amax(original))
-                expected = nvfp4.dequantize(*nvfp4.quantize(original, s), s)
+                amax = nvfp4.amax(original)
+                s = nvfp4.tensor_scale(amax, nvfp4.limit(weight.four_over_six))
+                codes = nvfp4.quantize(original, s, amax if weight.four_over_six else None)
+                expected = nvfp4.dequantize(*codes, s)
             assert torch.equal(values, expected) and values.dtype == torch.bfloat16
             error = ((values.float() - original.float()).norm() / original.float().norm()).item()
             assert error < (0.03 if weight.algorithm == "FP8" else 0.11)

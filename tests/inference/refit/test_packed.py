@@ -89,6 +89,10 @@ def test_what_no_format_holds_is_an_error_before_anything_moves(value: float) ->
             "are nvfp4, fp8 (a refit packs fp8-blockwise",
         ),
         (
+            ["--to", "replicas=1", "--engine", "hf", "--quantize", "fp8,4over6=1"],
+            "super-fp8 has no NVFP4 weights",
+        ),
+        (
             ["--to", "tp=2", "--engine", "trtllm"],
             "engine 'trtllm' is none of vllm, sglang, hf: use hf, whole",
         ),

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megatron_nemotron3.checkpoints.convert import config_json
 from megatron_nemotron3.checkpoints.convert.block_configs import KEY, MTP_KEY, flattened
-from megatron_nemotron3.checkpoints.convert.config_keys import LIMITS
+from megatron_nemotron3.checkpoints.convert.config_keys import LIMITS, NO_CLAMP
 from megatron_nemotron3.checkpoints.convert.logits.reader import TensorReader
 from megatron_nemotron3.checkpoints.convert.logits.report import Selection
 from megatron_nemotron3.checkpoints.convert.omni_config import TEXT, is_omni, part
@@ -81,7 +81,7 @@ class HuggingFace:
         data = config_json.with_mtp(data, config)  # which may be another's, or left out
         config_json.read(data, name=str(path), base=config)
         #: What this side leaves out of transformers' computation, for a message; None if nothing.
-        self.note = config_json.clamp_note(data) if "M" in config.full_pattern else None
+        self.note: str | None = None
         #: Of each layer: what config.json states for it alone.
         self._stated = {"": data.get(KEY) or [], "mtp.": data.get(MTP_KEY) or []}
         # Infinite, as `config_json.read` has checked; libraries write that in several ways.
@@ -96,6 +96,11 @@ class HuggingFace:
         self._block_types = {"": list(self.config.layers_block_type)}
         if config.has_mtp:
             self._block_types["mtp."] = list(self.config.mtp_layers_block_type) * config.mtp_num_blocks
+        if "M" in config.pattern:
+            with torch.device("meta"):
+                block = self.modeling.NemotronHBlock(self.config, config.pattern.index("M"))
+            if getattr(block.mixer, "time_step_limit", (0.0,))[0] > NO_CLAMP:
+                self.note = config_json.clamp_note(data)
 
     def embed(self, ids: Tensor) -> Tensor:
         """[s] token ids -> [1, s, d]."""
