@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,15 +68,9 @@ def _of_version(version: str) -> dict[str, Argument]:
     for name, row in table()["options"].items():
         if version in row.get("versions", versions.KNOWN):
             taken = row.get(version, row)
-            found[name] = Argument(
-                taken["type"],
-                taken.get("nargs", ""),
-                tuple(taken.get("choices", ())),
-                row["section"],
-                row.get("default"),
-                tuple(row.get("default_with", ())),
-                row.get("package"),
-            )
+            own = taken["type"], taken.get("nargs", ""), tuple(taken.get("choices", ()))
+            default = row.get("default"), tuple(row.get("default_with", ()))
+            found[name] = Argument(*own, row["section"], *default, row.get("package"))
     return found
 
 
@@ -101,8 +95,8 @@ def treatment(name: str) -> str | None:
     return row["treatment"] if row else None
 
 
-#: Unknown options for which the nearest one is looked for.
-_EXPLAINED = 20
+#: Options that a message names, and for which the nearest one is looked for.
+_NAMED = 20
 
 
 def unknown(names: Iterable[str], version: str) -> list[str]:
@@ -110,7 +104,13 @@ def unknown(names: Iterable[str], version: str) -> list[str]:
     given = list(names)
     known = _known(version, "--omni-encoders" in given)
     lacking = [name for name in given if name.removeprefix("--") not in known]
-    return [*(_unknown(name, version) for name in lacking[:_EXPLAINED]), *lacking[_EXPLAINED:]]
+    return [*(_unknown(name, version) for name in lacking[:_NAMED]), *lacking[_NAMED:]]
+
+
+def listed(found: Sequence[str], between: str = ", ") -> str:
+    """Join the phrases of a message: the first ones, and how many follow."""
+    more = [f"and {len(found) - _NAMED:,} more"] if len(found) > _NAMED else []
+    return between.join([*found[:_NAMED], *more])
 
 
 def foreign(names: Iterable[str]) -> list[str]:
@@ -142,7 +142,7 @@ def misused(flags: Iterable[Flag], version: str) -> list[str]:
 
 def _problem(flag: Flag, taken: Argument) -> str:
     """Return what is wrong with the values of one option, or ""."""
-    given = " ".join(flag.values)
+    given = f"{' '.join(flag.values):.200}"
     if taken.type == "switch":
         return f"takes no value, but is given {given}" if flag.values else ""
     if not flag.values and taken.nargs != "*":
