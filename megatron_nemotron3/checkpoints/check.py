@@ -178,10 +178,9 @@ def _check_all(folder: Path, found: list[int], full: bool, workers: int, notes: 
 
 def _tracker_cure(folder: Path) -> str:
     """Return the fix of the tracker that a start would make, as the end of a message."""
-    try:
+    fix = None
+    with contextlib.suppress(ValueError):
         fix = tracker_fix(LoadFolder(folder))
-    except ValueError:
-        fix = None
     if fix is None:
         return "; no checkpoint here is known to be complete"
     last = "" if fix.which == RELEASE else f"the last complete checkpoint is iteration {fix.which}: "
@@ -235,13 +234,12 @@ def _check_full(path: Path, verdict: Verdict, workers: int) -> list[str]:
 
 def _print_problems(problems: list[str]) -> int:
     sys.stdout.flush()
-    say(problems=[shown(problem) for problem in problems], sound=not problems)
+    said = [shown(problem) for problem in problems]
+    say(None if problems else "sound", problems=said, sound=not problems)
     for problem in problems[:_SHOWN]:
         print(f"nemotron3 check: {printable(shown(problem))}", file=sys.stderr)
     if len(problems) > _SHOWN:
         print(f"nemotron3 check: and {len(problems) - _SHOWN:,} more", file=sys.stderr)
-    if not problems:
-        say("sound")
     return 2 if problems else 0
 
 
