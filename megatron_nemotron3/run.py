@@ -343,9 +343,10 @@ def _launch(given: RunArguments) -> None:
             )
         from megatron_nemotron3.precision.model_formats import CensusError
         from megatron_nemotron3.precision.yaml_file import PrecisionFileError
+        from megatron_nemotron3.train.monitor.not_finite import naming_not_finite
 
         try:
-            with failing(CensusError, PrecisionFileError):
+            with failing(CensusError, PrecisionFileError), naming_not_finite():
                 spawned.run_script(script)
         finally:
             import torch

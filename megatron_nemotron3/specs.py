@@ -65,6 +65,7 @@ from megatron_nemotron3.models.stack_specs import BACKENDS, MODULE, models_by_sp
 from megatron_nemotron3.precision.install import emulate_mtp, emulate_stack
 from megatron_nemotron3.train.monitor.attach import watch_mtp, watch_stack
 from megatron_nemotron3.train.monitor.losses import correct_losses
+from megatron_nemotron3.train.monitor.not_finite import watch_not_finite
 
 #: What is attached to a stack when it is built, in this order.
 ATTACHED = (
@@ -72,6 +73,7 @@ ATTACHED = (
     emulate_stack,
     correct_losses,
     watch_stack,
+    watch_not_finite,
     partial(add_when_built, load_base=partial(load_base, option=f"{LORA}: base=")),
 )
 

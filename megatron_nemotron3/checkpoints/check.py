@@ -23,6 +23,7 @@ from megatron_nemotron3.checkpoints.metadata import (
     CheckpointIndex,
     count_elements,
     elements_text,
+    read_json,
 )
 from megatron_nemotron3.checkpoints.pickles import Inert
 from megatron_nemotron3.checkpoints.remote import local, place, shown
@@ -80,9 +81,14 @@ def check(folder: Path, *, full: bool = False, workers: int = 4, notes: bool = F
     If there are several checkpoints, all get the structural check, and `full` reads the one that the tracker
     names. `notes`: also say what was lost before, for which torch is imported.
     """
+    from megatron_nemotron3.checkpoints.convert.job import MANIFEST
+
     found = locate(folder)
     if found.kind == "hugging face":
         raise ValueError(f"{folder}: it is a Hugging Face folder, not Megatron's")
+    path = (found.folder if found.kind == "checkpoints" else found.folder.parent) / MANIFEST
+    if path.exists() and not isinstance(read_json(path).get("files"), dict):
+        raise CheckpointError(f"{path}: it lists no files")
     if found.kind == "checkpoints":
         return _print_problems(_check_all(found.folder, iterations(found.folder), full, workers, notes))
     return _print_problems(_check_one(found.folder, full, workers, notes))
@@ -172,10 +178,9 @@ def _check_all(folder: Path, found: list[int], full: bool, workers: int, notes: 
 
 def _tracker_cure(folder: Path) -> str:
     """Return the fix of the tracker that a start would make, as the end of a message."""
-    try:
+    fix = None
+    with contextlib.suppress(ValueError):
         fix = tracker_fix(LoadFolder(folder))
-    except ValueError:
-        fix = None
     if fix is None:
         return "; no checkpoint here is known to be complete"
     last = "" if fix.which == RELEASE else f"the last complete checkpoint is iteration {fix.which}: "
@@ -223,21 +228,18 @@ def _check_full(path: Path, verdict: Verdict, workers: int) -> list[str]:
         archives_without_crc32=read.unprotected,
     )
     if read.unprotected:
-        say(
-            f"  unprotected  {read.unprotected:,} archives were written without CRC32: only sizes are checked"
-        )
+        say(f"  unprotected  {read.unprotected:,} archives were written without CRC32: only sizes count")
     return list(read.problems)
 
 
 def _print_problems(problems: list[str]) -> int:
     sys.stdout.flush()
-    say(problems=[shown(problem) for problem in problems], sound=not problems)
+    said = [shown(problem) for problem in problems]
+    say(None if problems else "sound", problems=said, sound=not problems)
     for problem in problems[:_SHOWN]:
         print(f"nemotron3 check: {printable(shown(problem))}", file=sys.stderr)
     if len(problems) > _SHOWN:
         print(f"nemotron3 check: and {len(problems) - _SHOWN:,} more", file=sys.stderr)
-    if not problems:
-        say("sound")
     return 2 if problems else 0
 
 
@@ -263,11 +265,8 @@ def describe(index: CheckpointIndex) -> None:
         elements=elements,
         tensor_bytes=length,
     )
-    model = sum(
-        math.prod(tensor.shape)
-        for name, tensor in index.tensors.items()
-        if "optimizer" not in name.split(".")
-    )
+    weights = [one for name, one in index.tensors.items() if "optimizer" not in name.split(".")]
+    model = sum(math.prod(tensor.shape) for tensor in weights)
     rest = ", the rest is optimizer state" * (model < sum(math.prod(tensor.shape) for tensor in tensors))
     say(f"  of these     {model:,} elements are the model's{rest}", model_elements=model)
     say(f"  objects      {len(index.objects):,}", objects=len(index.objects))

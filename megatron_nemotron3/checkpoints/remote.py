@@ -42,6 +42,7 @@ _COPIED = ("common.pt",)
 _LIMIT = 1 << 30
 #: Shorter reads, of headers, fetch a block of this many bytes; this many blocks are kept per file.
 _BLOCK, _KEPT = 256 << 10, 8
+_MEMORY = "memory://"  # of this process
 #: What `local` made -> URL.
 _shown: dict[str, str] = {}
 
@@ -65,6 +66,8 @@ def target(where: Path | str) -> Iterator[tuple[Path, str | None]]:
     if isinstance(where, Path) or _named(where).startswith("file://"):
         yield _path_of(where), None
         return
+    if where.startswith(_MEMORY):
+        raise ValueError(f"{where}: its files end with this command: give a folder, or another store")
     with tempfile.TemporaryDirectory(prefix="nemotron3-remote-") as home:
         path = Path(home) / "target"
         _shown[os.fspath(path)] = where.rstrip("/")

@@ -57,10 +57,7 @@ class LoadOptions:
 
 
 def load_options(argv: Sequence[str]) -> LoadOptions:
-    """Read Megatron's command line as its own parser does: the last value of an option counts.
-
-    Addresses of object stores (msc://…) are ignored.
-    """
+    """Read Megatron's command line: the last value of an option counts, object stores (msc://…) do not."""
     named = option_value(argv, "--load")
     load = _local_path(named)
     # Whether an object store holds a checkpoint is unknown, and so is whether this option takes effect.
@@ -139,6 +136,9 @@ def require_trusted_start(argv: Sequence[str]) -> None:
         if (named := named_checkpoint(folder)) is not None:
             which = options.step if options.step and named != RELEASE else named
             require_trusted(checkpoint_path(folder, which))
+    of_node = option_value(argv, "--non-persistent-local-ckpt-dir")
+    for folder in Path(of_node).glob("*/") if of_node else ():
+        require_trusted(folder)
 
 
 def repair_tracker(source: LoadFolder, key: str = "") -> list[str]:

@@ -66,6 +66,8 @@ _NAMES = {
     "numpy": "ndarray dtype",
     "numpy.dtypes": "UInt32DType",
     "megatron.core.enums": "ModelType Fp8Recipe Fp4Recipe",
+    "megatron.core.dist_checkpointing.mapping": "ShardedObject ShardedTensor",
+    "megatron.core.dist_checkpointing.tensor_aware_state_dict": "MCoreTensorAwareStateDict",
     "megatron.core.transformer.enums": "ModelType LayerType AttnType AttnMaskType AttnBackend "
     "CudaGraphModule CudaGraphScope InferenceCudaGraphScope",
     "megatron.core.rerun_state_machine": "RerunDiagnostic RerunMode RerunState RerunValidationStatus Call "
@@ -128,7 +130,8 @@ def hostile_objects(folder: Path, index: CheckpointIndex | None = None) -> list[
         if not isinstance(item, TensorChunk) or _EXTRA in name:
             places.setdefault(folder / item.file, []).append((name, item.offset, item.length))
     for path in (*folder.glob("*.pt"), *folder.glob("mp_rank_*/*.pt")):
-        places[path] = [("the file", 0, -1)]
+        if ".dirty" not in path.suffixes:  # a local checkpoint whose save was interrupted
+            places[path] = [("the file", 0, -1)]
     problems: list[str] = []
     size = 0
     found: list[tuple[str, Callable[[], None]]] = []
@@ -191,19 +194,17 @@ def _keys_of_states(one: Any, extra: bool) -> Iterator[str]:
     if isinstance(one, dict):
         for key, value in one.items():
             yield from _keys_of_states(value, isinstance(key, str) and _EXTRA in key)
-    elif isinstance(one, (list, set, frozenset)):
-        for value in one:
-            yield from _keys_of_states(value, False)
-    elif isinstance(one, tuple):  # also of a parameter, or a tensor with its class
-        for value in one:
-            yield from _keys_of_states(value, extra)
+    elif isinstance(one, (list, set, frozenset, tuple)):
+        for value in one:  # a tuple is also a parameter, or a tensor with its class
+            yield from _keys_of_states(value, extra and isinstance(one, tuple))
     elif isinstance(one, Inert) and type(one).__name__ in _TENSORS:
         if extra and isinstance(one.args[0], _Storage) and one.args[2] != (0,):
             if one.args[1] != 0 or len(one.args[2]) != 1 or one.args[3] != (1,):
                 raise Refused(f"it has a state that is a view of shape {one.args[2]!r:.60}")
             yield str(one.args[0].args[2])
     elif isinstance(one, Inert):
-        yield from _keys_of_states((one.args, one.state), extra)
+        data = one.field("data") if type(one).__name__ == "ShardedObject" else one.state
+        yield from _keys_of_states((one.args, data), extra)
 
 
 def _read_nested(data: Any) -> None:

@@ -14,8 +14,7 @@ class CpuStream:
 
     cuda_stream = 0
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
     def wait_stream(self, stream: Any) -> None: ...
 
@@ -68,6 +67,9 @@ class CurrentDevice(str):
 
     def __eq__(self, other: object) -> bool:
         return other == 0 if isinstance(other, int) else super().__eq__(other)
+
+    def __reduce__(self) -> tuple[type[bool], tuple[()]]:
+        return bool, ()  # 0; Megatron saves it with a step that is to run again
 
 
 class Device(nullcontext):

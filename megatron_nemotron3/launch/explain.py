@@ -15,7 +15,7 @@ from megatron_nemotron3.launch.continued import refused
 from megatron_nemotron3.launch.flag import SECTIONS, Flag, is_known, parse, text, to_argv
 from megatron_nemotron3.launch.flags import flags
 from megatron_nemotron3.launch.launch import Launch
-from megatron_nemotron3.launch.parser import default, foreign, unknown
+from megatron_nemotron3.launch.parser import default, foreign, listed, unknown
 from megatron_nemotron3.launch.pasted import launch_of, sections, violated
 from megatron_nemotron3.launch.phases import phase
 from megatron_nemotron3.launch.reference import (
@@ -228,10 +228,10 @@ def _explain_pasted(config: Nemotron3Config, pasted: _Pasted, name: str) -> Expl
     unresolved = [s.name for s in settings if not is_known((s.value,))]
     notes = [*pasted.notes, *([pasted.model.note] if pasted.model.note else [])]
     if unresolved:
-        notes.append(f"not compared, because a shell variable is unresolved: {', '.join(unresolved)}")
+        notes.append(f"not compared, because a shell variable is unresolved: {listed(unresolved)}")
     if own := foreign(flag.name for flag in flags if flag.name != OPTION):
-        listed = ", ".join(unknown(own, VERSION))
-        notes.append(f"not Megatron's, so they are a fork's own or mistyped: {listed}")
+        names = listed(unknown(own, VERSION))
+        notes.append(f"not Megatron's, so they are a fork's own or mistyped: {names}")
         flags = [flag for flag in flags if flag.name not in own]
     if is_known(value for flag in flags for value in flag.values if flag.name == "--load"):
         notes += [note] if (note := refused(to_argv(flags))) else []

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -119,15 +119,21 @@ def treatment(name: str) -> str | None:
     return row["treatment"] if row else None
 
 
-#: Unknown options for which the nearest one is looked for.
-_EXPLAINED = 20
+#: Options that a message names, and for which the nearest one is looked for.
+_NAMED = 20
 
 
 def unknown(names: Iterable[str], version: str) -> list[str]:
     """Return a sentence for each option that the parser of minor version `version` does not have."""
     given = list(names)
     lacking = [name for name in given if not _known(name, version, "--omni-encoders" in given)]
-    return [*(_unknown(name, version) for name in lacking[:_EXPLAINED]), *lacking[_EXPLAINED:]]
+    return [*(_unknown(name, version) for name in lacking[:_NAMED]), *lacking[_NAMED:]]
+
+
+def listed(found: Sequence[str], between: str = ", ") -> str:
+    """Join the phrases of a message: the first ones, and how many follow."""
+    more = [f"and {len(found) - _NAMED:,} more"] if len(found) > _NAMED else []
+    return between.join([*found[:_NAMED], *more])
 
 
 def foreign(names: Iterable[str]) -> list[str]:
@@ -160,7 +166,7 @@ def misused(flags: Iterable[Flag], version: str) -> list[str]:
 
 def _problem(flag: Flag, taken: Argument) -> str:
     """Return what is wrong with the values of one option, or ""."""
-    given = " ".join(flag.values)
+    given = f"{' '.join(flag.values):.200}"
     if taken.type == "switch":
         return f"takes no value, but is given {given}" if flag.values else ""
     if not flag.values and taken.nargs != "*":

@@ -10,7 +10,7 @@ from megatron_nemotron3.launch import effects
 from megatron_nemotron3.launch.architecture import MODEL, MOE, MTP
 from megatron_nemotron3.launch.flag import parse, text
 from megatron_nemotron3.launch.launch import Launch
-from megatron_nemotron3.launch.parser import argument, misused, unknown, unlisted
+from megatron_nemotron3.launch.parser import argument, listed, misused, unknown, unlisted
 from megatron_nemotron3.launch.rule import ARGUMENTS, CONFIG, Rule, Severity
 from megatron_nemotron3.launch.versions import DEFAULT
 from megatron_nemotron3.models.stack_specs import has_spec
@@ -348,14 +348,14 @@ PARSER_RULES: tuple[Rule, ...] = (
         lambda c: unknown(c.options, c.version),
         lambda c: (
             f"the parser of megatron-core {c.version} does not accept "
-            f"{', '.join(unknown(c.options, c.version))}: correct or drop it, or use a version that has it"
+            f"{listed(unknown(c.options, c.version))}: correct or drop it, or use a version that has it"
         ),
         ARGUMENTS,
     ),
     Rule(
         "option-value",
         lambda c: misused(parse(c.extra), c.version),
-        lambda c: "; ".join(misused(parse(c.extra), c.version)),
+        lambda c: listed(misused(parse(c.extra), c.version), "; "),
         ARGUMENTS,
     ),
     Rule(
@@ -371,7 +371,7 @@ PARSER_RULES: tuple[Rule, ...] = (
         "option-unlisted",
         lambda c: unlisted(c.options, c.version),
         lambda c: (
-            f"{', '.join(unlisted(c.options, c.version))}: the installed megatron-core has it, and the table "
+            f"{listed(unlisted(c.options, c.version))}: the installed megatron-core has it, and the table "
             "of options does not: what it does on this stack is not known"
         ),
         "launch/options.json",

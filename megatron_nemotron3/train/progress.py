@@ -29,6 +29,8 @@ _OF_TORCHRUN = "ChildFailedError"
 _ERRNO = re.compile(r"\[Errno (\d+)\]")
 #: A line of this package, not torchrun's banner about its module.
 _OURS = re.compile(r"megatron_nemotron3[.\w]*: ")
+#: A line of `monitor.not_finite`, which each rank that finds something prints.
+_NOT_FINITE = re.compile(r"megatron_nemotron3: (step \d+), (rank \d+)(: .*)")
 _SIGNALLED = "exiting program after receiving SIGTERM"
 #: What one of the checkpoint writer's threads met.
 _WORKER = re.compile(r"Local worker \d+ encountered an error: (.*)")
@@ -92,6 +94,8 @@ class TrainProgress:
         self.training = False
         self.trained = False
         self.first_error = ""
+        #: Rank -> step, rank and reason for which Megatron ends the run.
+        self._not_finite: dict[str, tuple[str, ...]] = {}
         self._place = self._statement = ""
         self._number: int | None = None
         self._worker_error = ""
@@ -130,7 +134,9 @@ class TrainProgress:
             return
         if self._live and self.training and self._bar is None:
             self._bar = Bar("train", "step", self._planned, begun=self._begun, keep=True, stream=sys.stdout)
-        if _OURS.match(text):
+        if found := _NOT_FINITE.match(text):
+            self._not_finite[found[2]] = found.groups()
+        elif _OURS.match(text):
             self._say(text.removesuffix("\n"))
         elif isinstance(item, log.LogStep):
             self._step(item)
@@ -230,13 +236,18 @@ class TrainProgress:
             first = (saved or 0) + 1
             where += f", and step {last} is" if first == last else f", and steps {first} to {last} are"
             where += " lost"
-        elif self.training and not complete and not self.finished:
+        elif self.training and not complete and not self.finished and not self._not_finite:
             where += ", and what was trained after it is lost"
         elif self.finished:
             where += ", which was the last"
+        if self._not_finite:
+            return where
         return where + ("; the same command " + ("starts again" if saved is None else "resumes from there"))
 
     def cause(self, checkpoints: Path, status: int, need: int = 0) -> str:
+        if self._not_finite:
+            step, _, reason = next(iter(self._not_finite.values()))
+            return f"{step}, {', '.join(self._not_finite)}{reason}"
         saving = self._in_save or "CheckpointException" in self.first_error
         if saving and self._number is None:
             self._number = _unwritable(checkpoints, need)

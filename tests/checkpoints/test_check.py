@@ -215,6 +215,20 @@ def test_archives_without_crc_are_said_to_be(folder: Path, capsys: pytest.Captur
     assert status == 0 and "4 archives were written without CRC32" in out
 
 
+def test_a_manifest_of_a_conversion_that_cannot_be_read(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It lies beside the checkpoint."""
+    manifest = folder.parent / "nemotron3_manifest.json"
+    manifest.write_text('{"files": {}}')
+    assert _check(capsys, str(folder))[0] == 0
+    for text, message in (('{"files": {', "it is not JSON"), ("[]", "it holds a list"), ("{}", "no files")):
+        manifest.write_text(text)
+        for path in (folder, folder.parent):
+            status, _, err = _check(capsys, str(path))
+            assert status == 2 and f"{manifest}: " in err and message in err and err.count("\n") == 1
+
+
 def test_an_integrity_manifest_is_compared(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Megatron's --verify-integrity also covers the index."""
     files = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in FILES}

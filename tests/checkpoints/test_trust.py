@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.run
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.tensor_aware_state_dict import MCoreTensorAwareStateDict
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
@@ -295,6 +297,29 @@ def test_options_of_a_script(option: str, hostile: Path) -> None:
         resume.require_trusted_start([option, str(hostile)])
     with environment(TRUST_CHECKPOINT, "1"):
         resume.require_trusted_start([option, str(hostile)])
+
+
+@pytest.mark.parametrize("place", ["common", "state of a module"])
+def test_a_checkpoint_on_the_disk_of_a_node(place: str, tmp_path: Path) -> None:
+    """Each rank has a folder; a save that was interrupted is not loaded."""
+    words = ["--non-persistent-ckpt-type", "local", "--non-persistent-local-ckpt-dir", str(tmp_path)]
+    (tmp_path / "1").mkdir()
+    resume.require_trusted_start(words)
+    sound = ShardedTensor.from_rank_offsets("w", torch.ones(3))
+    kept = MCoreTensorAwareStateDict({"iteration": 2}, {"model": {"w": sound}})
+    torch.save(kept, tmp_path / "1" / "iter_0000002_1_local.pt")
+    (tmp_path / "1" / "iter_0000004_1_local.dirty.pt").write_bytes(b"PK")
+    resume.require_trusted_start(words)
+    if place == "common":
+        kept.common["args"] = evil(tmp_path)
+    else:
+        state = as_tensor(pickle.dumps(evil(tmp_path)))
+        kept.sharded_state_dict["model"][STATE] = ShardedObject(STATE, state, (1,), (0,))
+    torch.save(kept, tmp_path / "1" / "iter_0000002_1_local.pt")
+    with pytest.raises(ValueError, match=r"/1/iter_0000002_1_local.pt: the file names posix.system"):
+        resume.require_trusted_start(words)
+    with environment(TRUST_CHECKPOINT, "1"):
+        resume.require_trusted_start(words)
 
 
 def test_the_iteration_that_is_named(root: Path) -> None:

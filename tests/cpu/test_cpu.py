@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -102,6 +103,8 @@ def test_names_mean_the_cpu() -> None:
         assert x.bfloat16().type() == "torch.cuda.BFloat16Tensor"
         assert x.type("torch.cuda.DoubleTensor").dtype == torch.float64
         assert x.to("cuda").device.type == "cpu" and x.cuda() is x
+        saved = pickle.loads(pickle.dumps(torch.cuda.current_device()))  # as in a checkpoint
+        assert saved is False and saved == torch.cuda.current_device()
         for here in (torch.cuda.current_device(), torch.device(f"cuda:{torch.cuda.current_device()}")):
             assert torch.zeros(1, device=here).device.type == "cpu"
         assert torch.nn.Linear(1, 1).cuda().weight.device.type == "cpu"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_nemotron3 import cli, models
+from megatron_nemotron3.cli import main
 from megatron_nemotron3.launch import Launch, check, versions
 from megatron_nemotron3.launch.flag import parse, repeated
 from megatron_nemotron3.launch.parser import (
@@ -34,6 +35,23 @@ def test_the_nearest_name(word: str, meant: str, version: str) -> None:
     assert meant in nearest(word, version)
     (said,) = unknown([f"--{word}", "--lr", "--export-quant-cfg"], version)
     assert said.startswith(f"--{word} (did you mean ") and meant in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([f"--aaa{i}" for i in range(5000)], "--aaa18, --aaa19, and 4,980 more: correct or drop it"),
+        (["--lr", "x"] * 300, "--lr x: give a number; and 280 more [option-value"),
+        (["--lr", *map(str, range(5000))], "--lr takes one value, but is given 5000: 0 1 2 "),
+    ],
+    ids=["unknown options", "wrong values", "many values"],
+)
+def test_a_message_names_the_first_of_many(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["flags", "super", "--tiny", "--", *words]) == 2
+    err = capsys.readouterr().err
+    assert said in err and len(err) < 1000
 
 
 def test_defaults() -> None:

@@ -12,7 +12,7 @@ to Hugging Face copies A three times and is exact; the way back needs three equa
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -173,6 +173,11 @@ class Merged(TensorSource):
         b = owned(self._adapter.tensors.read(stem + B, (rows, rank)), wide)
         return (weight.to(wide) + b @ a * self._adapter.scale(stem)).to(weight.dtype)
 
+    def made_of(self, name: str) -> Iterator[tuple[TensorSource, str]]:
+        yield from self._weights.made_of(name)
+        for end in (A, B) if name in self._adapted else ():
+            yield from self._adapter.tensors.made_of(self._adapted[name] + end)
+
 
 def check_fits(adapter: StoredAdapter, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Check that every pair has the shape of its weight."""
@@ -190,12 +195,7 @@ def check_fits(adapter: StoredAdapter, shapes: Mapping[str, tuple[int, ...]]) ->
         if 0 in a.shape[:1]:
             raise ValueError(f"{adapter.tensors.folder}: lora_A {list(a.shape)} of {stem} has rank 0")
         weight = shapes[stem + _WEIGHT]
-        if (
-            len(a.shape) != 2
-            or len(b.shape) != 2
-            or (b.shape[0], a.shape[1]) != weight
-            or a.shape[0] != b.shape[1]
-        ):
+        if len(a.shape) != 2 or b.shape != (weight[0], a.shape[0]) or (b.shape[0], a.shape[1]) != weight:
             raise ValueError(
                 f"{adapter.tensors.folder}: lora_A {list(a.shape)} and lora_B {list(b.shape)} of {stem} do "
                 f"not make its weight {list(weight)}"

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +100,8 @@ class Unpacked(TensorSource):
                 continue
             parent, inner, kind = match[1], match[2], match[3]
             both = f"{parent}.base_layer.lora_A.weight" in source.tensors
-            projection = (
-                "up_proj" if inner else "down_proj" if both else min(last & {"up_proj", "down_proj"} or {""})
-            )
+            either = min(last & {"up_proj", "down_proj"} or {""})
+            projection = "up_proj" if inner else "down_proj" if both else either
             axis = 0 if kind == "A" else 1
             if len(tensor.shape) != 2 or not experts or tensor.shape[axis] % experts or not projection:
                 raise CheckpointError(
@@ -127,6 +126,9 @@ class Unpacked(TensorSource):
         else:
             mine = packed[:, expert :: self._experts]
         return mine if slices is None else mine[tuple(slice(*one) for one in slices)]
+
+    def made_of(self, name: str) -> Iterator[tuple[TensorSource, str]]:
+        yield self._source, self._places[name][0]
 
 
 def open_peft(

@@ -104,10 +104,7 @@ class Selected(TensorSource):
 
 
 class Joined(TensorSource):
-    """The tensors of two sources with different names.
-
-    Files of the second are named by their absolute paths, so that a job watches them, too.
-    """
+    """The tensors of two sources with different names; files of the second by absolute paths, for the job."""
 
     def __init__(self, first: TensorSource, second: TensorSource) -> None:
         self.folder = first.folder

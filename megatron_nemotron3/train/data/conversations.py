@@ -189,7 +189,7 @@ class Encoder:
         media: bool = False,
     ) -> None:
         if isinstance(folder, (str, os.PathLike)):
-            self.tokenizer = read_tokenizer(folder)
+            self.tokenizer = read_tokenizer(folder, called)
         else:
             self.tokenizer, folder = folder, folder.name_or_path
         template, where = self.tokenizer.chat_template, folder if called is None else called

@@ -10,7 +10,7 @@ import os
 import re
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_nemotron3.common.files import open_outside
@@ -32,21 +32,59 @@ _TABLE = 0.1
 PIECE = 8192
 
 
-@dataclass(frozen=True)
+@dataclass
 class Texts:
     """Documents, and counts of the files they come from."""
 
-    documents: tuple[str, ...]
+    #: Where the collection ends, in UTF-8 bytes; None: nowhere.
+    max_bytes: int | None = None
+    documents: list[str] = field(default_factory=list)
     #: Files opened (lines of a .jsonl are not counted here).
-    files: int
+    files: int = 0
     #: Files, or records of a .jsonl, that were skipped: they contain a NUL byte or are not UTF-8.
-    skipped: int
+    skipped: int = 0
     #: Files, or records, that were skipped because they contain only white space.
-    empty: int
+    empty: int = 0
     #: UTF-8 bytes of the documents.
-    size: int
+    size: int = 0
     #: Whether max_bytes ended the collection.
-    truncated: bool
+    truncated: bool = False
+
+    def add_file(self, file: Path, piece: int | None) -> None:
+        self.files += 1
+        if file.suffix == ".jsonl":
+            for record in _records(file):
+                if self.truncated:
+                    break
+                self._add(record, None)
+            return
+        with open_outside(file) as stream:
+            # One byte more than the limit distinguishes a file that fits from one that must be cut.
+            limit = -1 if self.max_bytes is None else self.max_bytes - self.size + 1
+            self._add(stream.read(limit), piece)
+
+    def _add(self, data: bytes | None, piece: int | None) -> None:
+        if data is None or b"\0" in data:
+            self.skipped += 1
+            return
+        left = None if self.max_bytes is None else self.max_bytes - self.size
+        overflow = left is not None and len(data) > left
+        # Not final: an unfinished character at the cut is dropped, an invalid one is still an error.
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        try:
+            text = decoder.decode(data[:left], final=not overflow)
+        except UnicodeDecodeError:
+            self.skipped += 1
+            return
+        self.truncated = overflow
+        if overflow:
+            text = text[: text.rfind("\n") + 1] or text
+        if not text.strip():
+            # A cut that leaves only white space is the end of the budget, not an empty file.
+            self.empty += not overflow
+            return
+        self.size += len(text.encode("utf-8"))
+        self.documents.extend([text] if piece is None else _pieces(text, piece))
 
 
 def read_texts(path: str | os.PathLike[str] | None = None, *, max_bytes: int | None = None) -> Texts:
@@ -81,28 +119,21 @@ def read_texts(path: str | os.PathLike[str] | None = None, *, max_bytes: int | N
             f"{root} is neither a file nor a folder: pass a folder of text, a text file or a .jsonl"
         )
 
-    collector = _Collector(max_bytes)
+    texts = Texts(max_bytes)
     for file in files:
-        if collector.full:
+        if texts.truncated:
             break
         if path is None and _is_table(file):
             continue
-        collector.add_file(file, piece)
-    if not collector.documents:
+        texts.add_file(file, piece)
+    if not texts.documents:
         which = f" matching {pattern!r}" if root.is_dir() else ""
         raise ValueError(
-            f"{root} holds no text: looked at {collector.files} files{which}, {collector.skipped} are not "
-            f"UTF-8 text and {collector.empty} are empty: pass a folder of text files, a text file, or a "
+            f"{root} holds no text: looked at {texts.files} files{which}, {texts.skipped} are not "
+            f"UTF-8 text and {texts.empty} are empty: pass a folder of text files, a text file, or a "
             '.jsonl with {"text": ...} per line'
         )
-    return Texts(
-        documents=tuple(collector.documents),
-        files=collector.files,
-        skipped=collector.skipped,
-        empty=collector.empty,
-        size=collector.size,
-        truncated=collector.full,
-    )
+    return texts
 
 
 def _files(root: Path, pattern: str, excluded: frozenset[str]) -> list[Path]:
@@ -121,50 +152,6 @@ def _files(root: Path, pattern: str, excluded: frozenset[str]) -> list[Path]:
 def _is_table(file: Path) -> bool:
     lines = [line for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     return sum(_TABLE_LINE.match(line) is not None for line in lines) >= _TABLE * max(1, len(lines))
-
-
-class _Collector:
-    def __init__(self, max_bytes: int | None) -> None:
-        self.max_bytes = max_bytes
-        self.documents: list[str] = []
-        self.files = self.skipped = self.empty = self.size = 0
-        self.full = False
-
-    def add_file(self, file: Path, piece: int | None) -> None:
-        self.files += 1
-        if file.suffix == ".jsonl":
-            for record in _records(file):
-                if self.full:
-                    break
-                self._add(record, None)
-            return
-        with open_outside(file) as stream:
-            # One byte more than the limit distinguishes a file that fits from one that must be cut.
-            limit = -1 if self.max_bytes is None else self.max_bytes - self.size + 1
-            self._add(stream.read(limit), piece)
-
-    def _add(self, data: bytes | None, piece: int | None) -> None:
-        if data is None or b"\0" in data:
-            self.skipped += 1
-            return
-        left = None if self.max_bytes is None else self.max_bytes - self.size
-        overflow = left is not None and len(data) > left
-        # Not final: an unfinished character at the cut is dropped, an invalid one is still an error.
-        decoder = codecs.getincrementaldecoder("utf-8")()
-        try:
-            text = decoder.decode(data[:left], final=not overflow)
-        except UnicodeDecodeError:
-            self.skipped += 1
-            return
-        self.full = overflow
-        if overflow:
-            text = text[: text.rfind("\n") + 1] or text
-        if not text.strip():
-            # A cut that leaves only white space is the end of the budget, not an empty file.
-            self.empty += not overflow
-            return
-        self.size += len(text.encode("utf-8"))
-        self.documents.extend([text] if piece is None else _pieces(text, piece))
 
 
 def _pieces(text: str, size: int) -> Iterator[str]:

@@ -30,8 +30,8 @@ BYTES = 256
 SMALLEST_VOCABULARY = BYTES + 2
 
 
-def read_tokenizer(folder: str | os.PathLike[str]) -> Any:
-    """transformers' tokenizer of a folder; ValueError if it is code of the folder, which is not run."""
+def read_tokenizer(folder: str | os.PathLike[str], called: str | os.PathLike[str] | None = None) -> Any:
+    """transformers' tokenizer of a folder, `called` in the ValueError if it is code, which is not run."""
     from transformers import AutoTokenizer
 
     require_small_files(Path(folder))
@@ -40,8 +40,8 @@ def read_tokenizer(folder: str | os.PathLike[str]) -> Any:
     except ValueError as problem:
         if "trust_remote_code" not in str(problem):
             raise
-        cure = "save it as tokenizer.json by transformers"
-        raise ValueError(f"{folder}: its tokenizer is code (auto_map), which is not run: {cure}") from None
+        why = "its tokenizer is code (auto_map), which is not run"
+        raise ValueError(f"{called or folder}: {why}: save it as tokenizer.json by transformers") from None
 
 
 @dataclass(frozen=True)

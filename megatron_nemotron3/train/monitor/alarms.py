@@ -24,7 +24,7 @@ EARLY = 1000
 _USED = re.compile(
     r"(max_vio|max_vio_interval|dead_experts_interval|expert_bias_spread|expert_bias_mean|residual_rms|"
     rf"zero_gradients|unchanged_weights)/.+|mtp_\d+ loss|{AGGREGATES}/"
-    r"(learning_rate|experts|top_k(/.+)?|interval_tokens|bias_update_rate|lm_loss|loss_tokens|labels_ahead|equal_rows|"
+    r"(learning_rate|experts|top_k(/.+)?|interval_tokens|bias_update_rate|lm_loss|loss_share|labels_ahead|equal_rows|"
     r"residual_rms_last_over_first)"
 )
 
@@ -34,10 +34,10 @@ class MonitorRule:
     """A rule, and the text of its warning after the numbers."""
 
     find: Callable[[Series], Signs]
-    #: Measurements in a row that must show it.
-    persist: int
     #: What it means, and what to do.
     advice: str
+    #: Measurements in a row that must show it.
+    persist: int = 2
     #: Whether young runs show it while they are healthy.
     early: bool = False
     #: Rules of one subject often see the same fault; one of them reports it.
@@ -57,14 +57,13 @@ _BALANCE = (
 RULES: tuple[MonitorRule, ...] = (
     MonitorRule(
         signs.bias_drift,
-        1,
         "The routing no longer follows the scores: compare the expert biases of the checkpoints before and "
         "after, and --moe-router-bias-update-rate; go back to the last one in which they agree with it.",
+        persist=1,
         subject="router",
     ),
     MonitorRule(
         signs.router_collapse,
-        2,
         f"The router sends nearly all tokens to the same experts; the others stop learning: {_BALANCE}.",
         early=True,
         subject="router",
@@ -72,74 +71,65 @@ RULES: tuple[MonitorRule, ...] = (
     ),
     MonitorRule(
         signs.router_outlier,
-        1,
         "Ultra's first MoE layer went from 4.8 to 12 against 1.2 before the run diverged; the cause is "
         "unknown, BF16 throughout did not help, an earlier decay of the learning rate did. Keep checkpoints, "
         "watch expert_bias_spread and residual_rms of that layer, consider decaying the learning rate now.",
+        persist=1,
         subject="router",
     ),
     MonitorRule(
         signs.dead_experts,
-        2,
         f"Experts that no token reaches do not learn and do not come back by themselves: {_BALANCE}.",
         early=True,
         subject="router",
     ),
     MonitorRule(
-        signs.no_loss_tokens,
-        2,
-        "Check the loss mask that the data set returns, and labels that it leaves out.",
-        subject="update",
-        explains=True,
+        signs.few_loss_tokens,
+        "Check the loss mask that the data set returns, and labels that it leaves out; long texts with short "
+        "answers have such a mask.",
     ),
     MonitorRule(
         signs.no_gradient,
-        2,
         "The layer does not learn: its output or its gradient is cut off or underflows; check that it is not "
         "frozen or bypassed, its flush to zero (--log-precision), and the loss mask.",
         subject="update",
     ),
     MonitorRule(
         signs.no_update,
-        2,
         "They do not learn: check that the optimizer has them, that they are not frozen (requires_grad), the "
         "learning rate of their group, and the skipped iterations.",
         subject="update",
     ),
     MonitorRule(
         signs.learning_rate_zero,
-        2,
         "Check --lr, --min-lr, --lr-decay-iters, --lr-warmup-init and the schedule in a loaded checkpoint.",
     ),
     MonitorRule(
         signs.wrong_labels,
-        1,
         "Megatron's models do not shift them: the label of a token is the one that follows it.",
+        persist=1,
     ),
     MonitorRule(
         signs.equal_rows,
-        2,
-        "Check the data set's __getitem__, the sampler, and whether there is more than one row.",
+        "Check the data set's __getitem__, the sampler, and whether there are more rows than in a step.",
     ),
     MonitorRule(
         signs.residual_jump,
-        2,
         "A layer writes far more into the stream than before, which drowns what the others write: look at "
         "its output projection and the gradient norm, and go back to a checkpoint from before it.",
     ),
     MonitorRule(
         signs.mtp_loss_jump,
-        2,
-        "The main loss did not follow, so it is not the data: MTP's own layers, its labels or its mask. Go "
-        "back to a checkpoint from before it.",
+        "The main loss did not rise with it: check MTP's own layers, its labels and its mask, and go back to "
+        "a checkpoint from before it.",
         subject="mtp",
     ),
     MonitorRule(
         signs.mtp_loss_rise,
-        1,
         "In Ultra this came first when the output layer's gradient was accumulated in BF16, where the small "
         "share of the MTP depths is lost; FP32 gradient reduction cured it. Check --grad-reduce-in-bf16 and "
         "--main-grads-dtype, and go back to a checkpoint from before the rise.",
+        persist=1,
         subject="mtp",
     ),
 )

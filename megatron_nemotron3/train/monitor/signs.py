@@ -48,7 +48,9 @@ THRESHOLDS: dict[str, float] = {
     "dead_history": 10,  # measurements after which a single dead expert counts
     "bias_step": 1.05,  # 1 is the fastest that Megatron's update moves a bias
     "bias_range": 1.0,  # the range of a sigmoid score
+    "few_tokens": 0.1,  # share of the tokens of a step
     "mtp_jump": 0.1,  # share of the main loss
+    "mtp_jump_own": 0.5,  # share of the jump by which the MTP loss itself rose; the main loss may also fall
     "mtp_rise": 0.03,  # of the depth's own loss; the report gives no number
     "mtp_rise_in_sigma": 6.0,  # no false alarm from noise, see tests/train/monitor
     "mtp_history": 40,  # points needed before a rise means anything
@@ -225,15 +227,20 @@ def wrong_labels(series: Series) -> Signs:
 
 
 def equal_rows(series: Series) -> Signs:
-    """Find a step in which all rows of each rank are the same."""
-    found = number(series, "equal_rows")
-    return {"run": Sign("all rows of a step are the same on each rank, token by token", 1.0)} if found else {}
+    """Find a step in which all rows of each rank are the same, or those of the step measured before."""
+    which = {1: "the same on each rank, token by token", 2: "those of the measurement before"}
+    what = which.get(int(number(series, "equal_rows") or 0))
+    return {"run": Sign(f"all rows of a step are {what}", 1.0)} if what else {}
 
 
-def no_loss_tokens(series: Series) -> Signs:
-    """Find a loss mask of zeros."""
-    none = number(series, "loss_tokens") == 0
-    return {"run": Sign("no token of the step counts in the loss: nothing is learned", 1.0)} if none else {}
+def few_loss_tokens(series: Series) -> Signs:
+    """Find a loss mask of zeros, or of few tokens."""
+    share = number(series, "loss_share")
+    if share is None or share >= THRESHOLDS["few_tokens"]:
+        return {}
+    none = "no token of the step counts in the loss: nothing is learned"
+    few = f"only {100 * share:.2g} % of the tokens of a step count in the loss"
+    return {"run": Sign(few if share else none, 1.0)}
 
 
 def residual_jump(series: Series) -> Signs:
@@ -314,7 +321,8 @@ def mtp_loss_jump(series: Series) -> Signs:
         now, lm_loss = gap[-1][1], main[gap[-1][0]]
         noise = THRESHOLDS["mtp_jump_in_sigma"] * _point_noise(gap[-BASE - RECENT : -RECENT])
         limit = max(THRESHOLDS["mtp_jump"] * lm_loss, noise)
-        if now - before >= OVER * limit:
+        own = points[-1][1] - (_base(points) or 0.0)
+        if now - before >= OVER * limit and own >= THRESHOLDS["mtp_jump_own"] * (now - before):
             text = (
                 f"the loss of MTP depth {depth} is {points[-1][1]:.3f}, {now:+.3f} from the main loss; "
                 f"before, {before:+.3f} (limit {before + limit:+.3f})"

@@ -11,17 +11,12 @@ from megatron_nemotron3.common import plots
 from megatron_nemotron3.common.files import require_plot
 from megatron_nemotron3.common.options import add_command, argument, json_flag, option
 from megatron_nemotron3.common.output import result, say
-from megatron_nemotron3.models.series import AGGREGATES, KINDS, display_name
+from megatron_nemotron3.models.series import KINDS, display_name
 from megatron_nemotron3.train import log
 from megatron_nemotron3.train.log import History
 from megatron_nemotron3.train.monitor import events
 from megatron_nemotron3.train.monitor.alarms import scan
 
-#: Series that earlier versions did not write, and the rules that need them.
-_NEEDED = {
-    "experts": ("router_collapse", "dead_experts", "mtp_loss_jump"),
-    "learning_rate": ("learning_rate_zero", "no_update"),
-}
 COLUMNS = 3
 
 
@@ -64,15 +59,9 @@ def watch_command(options: WatchOptions) -> int:
             series={kind: len(rows) for kind, rows in panels.items()},
             points=points,
             warnings=[],
-            not_applied=[],
         )
         for finding in scan(history):
             say(f"WARNING: {finding}", warnings=[asdict(finding)])
-        absent = [
-            rule for name, rules in _NEEDED.items() if f"{AGGREGATES}/{name}" not in history for rule in rules
-        ]
-        if absent:
-            say(f"not applied: {', '.join(absent)} (event files of an earlier version)", not_applied=absent)
     return 0
 
 

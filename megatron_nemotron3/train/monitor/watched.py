@@ -110,10 +110,12 @@ class WatchedLoss:
     """The main loss of one model on the last pipeline stage, MTP not included, and its inputs."""
 
     switch: MeasuredSteps
-    #: Per micro-batch: sum of the token losses under the mask, number of these tokens, and `_labels`.
+    #: Per micro-batch: sum of the token losses under the mask, its sum, tokens, those in it, and `_labels`.
     found: list[Tensor] = field(default_factory=list)
     #: Per micro-batch: a number for each row of tokens, by which equal rows are known.
     rows: list[Tensor] = field(default_factory=list)
+    #: The same of the whole step that was measured before.
+    before: Tensor | None = None
 
     def watch(self, model: torch.nn.Module) -> None:
         """Collect what `model` returns if it is token losses [b, s]; logits have three dimensions."""
@@ -127,19 +129,22 @@ class WatchedLoss:
         mask = kwargs.get("loss_mask")
         mask = torch.ones_like(losses) if mask is None else mask.reshape(losses.shape).double()
         tokens = kwargs.get("input_ids", inputs[0] if inputs else None)
-        numbers = [(losses * mask).sum(), mask.sum(), *_labels(tokens, kwargs.get("labels"), mask)]
+        numbers = [(losses * mask).sum(), mask.sum(), torch.ones_like(mask).sum(), (mask > 0).sum()]
+        numbers += _labels(tokens, kwargs.get("labels"), mask)
         self.found.append(torch.stack([number.double() for number in numbers]))
         if tokens is not None:
             places = torch.arange(1, tokens.shape[-1] + 1, device=tokens.device)
             self.rows.append((tokens.long() * (places * 0x9E3779B97F4A7C1 % 0x7FFFFFFF)).sum(-1))
 
     def totals(self) -> Tensor | None:
-        """Sums of the step, and of its rows how many could repeat and do; None where no loss was computed."""
+        """Sums of the step; of its rows how many could repeat, do, are, came before. None without loss."""
         if not self.found:
             return None
-        rows = torch.cat(self.rows) if self.rows else self.found[0].new_zeros(1)
-        repeated = [rows.numel() - 1, rows.numel() - rows.unique().numel()]
-        return torch.cat([torch.stack(self.found).sum(0), self.found[0].new_tensor(repeated)])
+        rows = torch.cat(self.rows) if self.rows else self.found[0].new_zeros(0)
+        again = 0 if self.before is None else int(torch.isin(rows, self.before).sum())
+        self.before = rows
+        counts = [rows.numel() - 1, rows.numel() - rows.unique().numel(), rows.numel(), again]
+        return torch.cat([torch.stack(self.found).sum(0), self.found[0].new_tensor(counts)])
 
     def clear(self) -> None:
         self.found.clear()
@@ -200,8 +205,9 @@ def measure(
     zeros = [sum(float(part["zeros"][i]) for part in parts if "zeros" in part) for i in (0, 1)]
     of_run = _router_numbers(layers, parts)
     if "loss" in whole:
-        total, tokens, *of_inputs = whole["loss"].tolist()
+        total, tokens, places, counted, *of_inputs = whole["loss"].tolist()
         of_run["loss_tokens"] = tokens / groups.tp.size()  # each of these ranks has all losses
+        of_run["loss_share"] = counted / places
         if tokens > 0:
             of_run["lm_loss"] = total / tokens
         of_run |= _of_inputs(of_inputs)
@@ -209,13 +215,13 @@ def measure(
 
 
 def _of_inputs(sums: Sequence[float]) -> dict[str, float]:
-    """How far labels are ahead of their tokens, and whether all rows of a rank are equal."""
+    """How far labels are ahead of tokens, and whether a rank's rows are equal (1), or came before (2)."""
     # A rank without tokens, or with one row, cannot say; it has the values of a healthy run.
-    labels, own, right, after, repeatable, repeated = sums
+    labels, own, right, after, repeatable, repeated, rows, again = sums
     shifted = right < _RIGHT * labels and max(own, after) >= _SHIFTED * labels
     return {
         "labels_ahead": 1.0 if not shifted else 0.0 if own > after else 2.0,
-        "equal_rows": float(0 < repeatable == repeated),
+        "equal_rows": 1.0 if 0 < repeatable == repeated else 2.0 if 0 < rows == again else 0.0,
     }
 
 

@@ -117,11 +117,8 @@ class Facts:
     @property
     def warnings(self) -> list[str]:
         found = alarms.scan(self.history)
-        said = any(finding.rule == "learning_rate_zero" for finding in found)
-        zero = (
-            ["the learning rate was 0 at every logged step"] if log.zero_rate(self.curve) and not said else []
-        )
-        return zero + [str(finding) for finding in found]
+        zero = log.zero_rate(self.curve) and all(finding.rule != "learning_rate_zero" for finding in found)
+        return ["the learning rate was 0 at every logged step"] * zero + [str(finding) for finding in found]
 
     def model_rows(self) -> Rows:
         rows = [("name", self._model["name"])] if "name" in self._model else []

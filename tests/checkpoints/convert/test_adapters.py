@@ -6,6 +6,7 @@ tests/golden/peft was written by the peft library (tests/golden/make_peft_adapte
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -218,6 +219,23 @@ def test_pairs_of_numbers_that_are_not_floating_point(
     save_file({**tensors, name: tensors[name].to(torch.int8)}, shared / "adapter_model.safetensors")
     said = message(capsys, "from-hf", base, tmp_path / "out", "--adapter", shared, "--merge-adapter")
     assert "the pair of backbone.layers.0.mixer.in_proj is int8" in said
+
+
+@pytest.mark.parametrize("part", ["in_proj.lora_A", "experts.lora_B"])
+def test_a_value_that_is_nan_is_the_adapters(
+    base: Path, shared: Path, tmp_path: Path, part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = load_file(shared / "adapter_model.safetensors")
+    name = next(name for name in tensors if part in name)
+    tensors[name][0, 0] = float("nan")
+    save_file(tensors, shared / "adapter_model.safetensors")
+    run("from-hf", base, tmp_path / "lora", "--adapter", shared, "--allow-nonfinite")
+    for words, file in (
+        (("from-hf", base, tmp_path / "out", "--adapter", shared, "--merge-adapter"), "adapter_model"),
+        (("to-hf", tmp_path / "lora", tmp_path / "out", "--merge-adapter"), "distcp: .*adapter"),
+    ):
+        said = message(capsys, *words)
+        assert re.search(f"{file}.* has values that are NaN or infinite", said), said
 
 
 @pytest.mark.parametrize(

@@ -141,13 +141,19 @@ def test_errors(folders: Path, capsys: Capture, tmp_path: Path) -> None:
         assert message in err and "Traceback" not in err and err.count("\n") == 1, err
     assert command("convert", "to-hf", "memory://bucket/run", "memory://") == 2
     assert "memory:// names no folder" in capsys.readouterr().err
+    for way, name in (("to-hf", "run"), ("from-hf", "hf")):
+        assert command("convert", way, f"memory://bucket/{name}", "memory://x") == 2
+        assert "memory://x: its files end with this command: give a folder" in capsys.readouterr().err
     assert command("convert", "from-hf", "memory://bucket/run", tmp_path / "x") == 2
     assert "use `nemotron3 convert to-hf`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("scheme", ["memory://", pytest.param("local://", marks=pytest.mark.full)])
-def test_what_is_written_is_the_same(folders: Path, scheme: str, tmp_path: Path, capsys: Capture) -> None:
+def test_what_is_written_is_the_same(
+    folders: Path, scheme: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both directions, read back through the URL and compared with a local conversion."""
+    monkeypatch.setattr(remote, "_MEMORY", "another://")  # this process goes on
     base = f"{scheme}{tmp_path}/there"
     store = fsspec.filesystem(scheme.rstrip(":/"))
     for way, name in (("from-hf", "hf"), ("to-hf", "run")):
@@ -173,6 +179,7 @@ def test_an_interrupted_upload(
     """It is no checkpoint yet; the same command continues, another one is refused."""
     from megatron_nemotron3.checkpoints.convert import upload
 
+    monkeypatch.setattr(remote, "_MEMORY", "another://")  # this process goes on
     files = 1
     url = f"memory://half/{files}"
     some = ("convert", "to-hf", folders / "run", url, "--shard-size", "300kB", *ONE)

@@ -56,7 +56,7 @@ def test_what_is_not_text_is_skipped_and_counted(tmp_path):
     )
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     texts = read_texts(tmp_path)
-    assert texts.documents == ("é漢\r\n",)
+    assert texts.documents == ["é漢\r\n"]
     assert (texts.files, texts.skipped, texts.empty, texts.truncated) == (6, 3, 2, False)
 
 
@@ -67,7 +67,7 @@ def test_jsonl(tmp_path, name):
     _folder(tmp_path, {name: data})
     path = tmp_path / name
     texts = read_texts(path if name == "x.jsonl" else path.parent)
-    assert texts.documents == ("one\n", "é")
+    assert texts.documents == ["one\n", "é"]
     assert (texts.files, texts.skipped, texts.empty) == (1, 2, 1)
 
 
@@ -137,7 +137,7 @@ def test_default_leaves_out_tests_tables_and_other_packages(tmp_path, monkeypatc
     left_out = ("test/t.py", "site-packages/p.py", "encodings/ascii.py", "tkinter/__init__.py", "a.txt")
     _folder(tmp_path, {"os.py": PROGRAM, "entities.py": TABLE} | dict.fromkeys(left_out, b"import os"))
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
-    assert read_texts().documents == (PROGRAM.decode(),)
+    assert read_texts().documents == [PROGRAM.decode()]
     assert TABLE.decode() in read_texts(tmp_path).documents  # a folder that is named is read whole
     shutil.rmtree(tmp_path)
     with pytest.raises(FileNotFoundError, match="pass a folder of text"):

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from megatron_nemotron3.checkpoints.folders import require_tokenizer
 from megatron_nemotron3.train.data import read_texts, train_tokenizer
+from megatron_nemotron3.train.data.conversations import Encoder
 from megatron_nemotron3.train.data.tokenizer import END_OF_DOCUMENT, read_tokenizer
 from tests.train.data.byte_tokenizer import byte_tokenizer
 
@@ -101,6 +102,8 @@ def test_code_of_a_folder_is_not_run(bpe, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
     with pytest.raises(ValueError, match=r"/tokenizer: its tokenizer is code \(auto_map\), which is not run"):
         read_tokenizer(folder)
+    with pytest.raises(ValueError, match=r"^theirs: its tokenizer is code"):  # `finetune` reads a copy
+        Encoder(folder, "theirs")
     assert not (tmp_path / "CANARY").exists()
     assert read_tokenizer(bpe.tokenizer_model).eos_token == END_OF_DOCUMENT
 

@@ -139,6 +139,12 @@ def test_a_fault_at_supers_size(fault: str) -> None:
     assert len(str(finding)) < 600 and "\n" not in str(finding)
 
 
+def test_a_main_loss_that_falls_alone() -> None:
+    """As when it learns rows by heart: the difference rises, and the loss of MTP does not."""
+    history = hurt(drawn(0), 1300, ["monitor/lm_loss"], lambda n, v: 0.3 * v)
+    assert scan(history) == []
+
+
 #: Measured every so many steps.
 EVERY = 5
 

@@ -16,6 +16,10 @@ from tests.support.monitored_run import MonitoredRun, alone
 
 #: A layer of each kind, with experts and MTP.
 MODEL = get("super-tiny").but(name="four", title="four", pattern="ME*", vocab_size=255)
+#: What a data set returns in each step, [b, s + 1].
+BATCH = torch.arange(34).reshape(2, 17)
+#: Sums of rows on ranks without tokens.
+NO_ROWS = [-1.0, 0.0, 0.0, 0.0]
 ROWS = {"layer_001", "layer_002", "layer_003", "mtp_layer_1", "mtp_layer_2", "embedding", "output_layer"}
 
 
@@ -121,15 +125,35 @@ def with_inputs(change: Callable[[torch.Tensor, torch.Tensor], dict[str, torch.T
         ),
         (
             lambda tokens, labels: {"loss_mask": torch.zeros_like(labels, dtype=torch.float32)},
-            "no_loss_tokens",
+            "few_loss_tokens",
             2,
             "no token of the step counts",
+        ),
+        (
+            lambda tokens, labels: {"loss_mask": (torch.arange(16) == 3).expand_as(labels).float()},
+            "few_loss_tokens",
+            2,
+            "only 6.2 % of the tokens of a step count",
+        ),
+        (
+            lambda tokens, labels: {"tokens": BATCH[:, :-1], "labels": BATCH[:, 1:]},
+            "equal_rows",
+            3,
+            "are those of the measurement before",
         ),
     ],
 )
 def test_wrong_inputs(change: Any, rule: str, iteration: int, words: str) -> None:
     (found,) = with_inputs(change).warnings
     assert (found.rule, found.iteration) == (rule, iteration) and words in found.message
+
+
+def test_weights_of_tokens_are_no_short_mask() -> None:
+    """A mean over conversations gives each token the weight 1 / length."""
+    run = with_inputs(
+        lambda tokens, labels: {"loss_mask": torch.full_like(labels, 0.01, dtype=torch.float32)}
+    )
+    assert run.warnings == [] and [v for _, v in run.history["monitor/loss_share"]] == [1.0] * 4
 
 
 def test_inputs_that_are_right_in_any_layout() -> None:
@@ -149,12 +173,13 @@ def test_inputs_that_are_right_in_any_layout() -> None:
                 cuts = [zigzag(torch.tensor(borders), ranks, rank) for rank in range(ranks)]
                 parts = [tuple(whole[:, here] for whole in parts[0]) for here in cuts]
             counts = sum(torch.stack(watched._labels(*part)) for part in parts)
-            found = watched._of_inputs([*counts.tolist(), 0.0, 0.0])["labels_ahead"]
+            found = watched._of_inputs([*counts.tolist(), *NO_ROWS])["labels_ahead"]
             # Parts of few tokens may hide a wrong label, but never show one that is right.
             assert found == (ahead if ranks == 1 or not ahead else found) and (ahead != 1 or found == 1)
     alike = torch.zeros(1, 50, dtype=torch.long)
     counts = watched._labels(alike, alike, torch.ones(1, 50))
-    assert watched._of_inputs([*map(float, counts), 0.0, 0.0]) == {"labels_ahead": 1.0, "equal_rows": 0.0}
+    found = watched._of_inputs([*map(float, counts), *NO_ROWS])
+    assert found == {"labels_ahead": 1.0, "equal_rows": 0.0}
     assert [float(n) for n in watched._labels(None, alike, torch.ones(1, 50))] == [0.0] * 4
 
 
