@@ -1,7 +1,7 @@
-"""Convert config.json of a Nemotron 3 Nano Omni folder to `OmniConfig` and back.
+"""Convert config.json of a Nano Omni or Super VL folder to `OmniConfig` and back.
 
-Two dialects are read. transformers 5.23 writes `nemotron_h_omni`; the released folder has older names for
-some keys, and describes RADIO by the arguments it was trained with:
+Two dialects are read. transformers 5.23 writes `nemotron_h_omni`; released folders have older names for
+some keys, and describe RADIO by the arguments it was trained with:
 
     nemotron_h_omni      image_token_id        audio_token_id          text_config  audio_config
     released             img_context_token_id  sound_context_token_id  llm_config   sound_config
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from megatron_nemotron3.checkpoints.convert import config_json
@@ -168,11 +168,8 @@ def omni_config(
             encoders["sound"], encoders["sound_projector_size"] = _sound(sound)
             encoders["sound_token_id"] = positive_number(data, _SOUND_ID)
     language = config_json.read(text, name=f"{name}: {TEXT[0]}", base=base)
-    if language.has_mtp:
-        raise ValueError(
-            f"{name}: its language model has MTP, with which transformers normalizes the rows of pictures: "
-            "not supported"
-        )
+    # No key says it: with MTP Megatron built the norm, and so does transformers.
+    encoders["vision"] = replace(encoders["vision"], final_layernorm=language.has_mtp)
     language = base or named(language, identify(language))
     return named_omni(OmniConfig(name=name, title=name, language=language, **encoders))
 
@@ -185,6 +182,10 @@ def omni_json(
     All of `reference`, that of the same model in either dialect, is kept except for what `config_json.write`
     writes of the language model.
     """
+    if config.vision.final_layernorm != config.language.has_mtp:
+        norm, mtp = config.vision.final_layernorm, config.language.has_mtp
+        only = "config.json has both or neither: give --only language"
+        raise ValueError(f"{config.name}: final_layernorm={norm} of vision, and MTP is {mtp}: {only}")
     if reference is not None:
         require_same(config, omni_config(reference, name=f"{config.name}, reference"))
         place = next(key for key in TEXT if reference.get(key) is not None)

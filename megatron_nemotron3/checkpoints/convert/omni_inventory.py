@@ -5,6 +5,7 @@ released ones, which transformers saves, too:
 
     language_model.…                                        language_model.…
     modality_submodules.vision.encoders.radio.…             vision_model.radio_model.…  q, k, v are one tensor
+    …final_layernorm, where the language model has MTP      vision_projector.vision_final_layernorm
     modality_submodules.vision.input_projections.0.…        mlp1.…
     modality_submodules.sound.encoders.parakeet.…           sound_encoder.encoder.…
     modality_submodules.sound.input_projections.0.…         sound_projection.…
@@ -44,7 +45,7 @@ _MODULE = {
 #: Constant -> Megatron's name. No module has it, so a load leaves it alone.
 _CONSTANTS = {
     name: _MODULE[f"{'vision' if name.startswith('vision') else 'sound'} encoder"]
-    + name.removeprefix("vision_model.radio_model.").removeprefix("sound_encoder.encoder.")
+    + name.removeprefix("vision_model.").removeprefix("radio_model.").removeprefix("sound_encoder.encoder.")
     for name in CONSTANTS
 }
 #: The only tensor of integers.
