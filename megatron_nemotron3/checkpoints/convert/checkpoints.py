@@ -34,12 +34,17 @@ from megatron_nemotron3.checkpoints.convert.keys import (
 from megatron_nemotron3.checkpoints.convert.megatron_args import config_of, require_experts, stored_pattern
 from megatron_nemotron3.checkpoints.convert.mtp_from import PREFIX, with_mtp_from, without_mtp
 from megatron_nemotron3.checkpoints.convert.omni_checkpoint import stored_omni
-from megatron_nemotron3.checkpoints.convert.omni_config import is_omni, text_part
-from megatron_nemotron3.checkpoints.convert.omni_inventory import ENCODERS, LANGUAGE
+from megatron_nemotron3.checkpoints.convert.omni_config import TEXT, is_omni, text_part
+from megatron_nemotron3.checkpoints.convert.omni_inventory import (
+    ENCODERS,
+    LANGUAGE,
+    language_of,
+    with_language,
+)
 from megatron_nemotron3.checkpoints.convert.opened import EMBEDDING, Checkpoint
 from megatron_nemotron3.checkpoints.convert.origin import find_origin, tokenizer_folders, with_context
 from megatron_nemotron3.checkpoints.convert.quantized_views import Dequantized
-from megatron_nemotron3.checkpoints.convert.sources import FileSource
+from megatron_nemotron3.checkpoints.convert.sources import FileSource, TensorSource
 from megatron_nemotron3.checkpoints.convert.torch_dist import open_torch_dist, reorder_mamba
 from megatron_nemotron3.checkpoints.convert.views import Selected
 from megatron_nemotron3.checkpoints.folders import CHECKPOINTS, locate, locate_one
@@ -194,16 +199,24 @@ def open_hugging_face(folder: Path, **options: Any) -> Checkpoint:
     files = open_hf(folder)
     data = read_config(folder, omni=settings.omni)
     if is_omni(data):
-        refused = {"--dequantize": settings.dequantize, "--mtp-from": settings.mtp_from is not None}
-        for option, given in (refused | {"--mtp-num-layers 0": settings.mtp_num_layers == 0}).items():
+        refused = {"--dequantize": settings.dequantize, "--mtp-num-layers 0": settings.mtp_num_layers == 0}
+        for option, given in refused.items():
             if given:
                 raise ValueError(f"{folder}: {option}: it is for language models, and this has encoders")
+        source: TensorSource = files
+        if settings.mtp_from is not None:
+            part = language_of(files), text_part(data)
+            tuned, text = with_mtp_from(folder, *part, settings.mtp_from)
+            source = with_language(tuned, files)
+            data = {**data, next(name for name in TEXT if data.get(name)): text}
         base = model.language if isinstance(model, OmniConfig) else model
         language, mtp_source = hf_model(folder, dict(text_part(data)), base, settings.mtp_num_layers)
-        unused = [name for name in files.tensors if _matches_any(name, settings.allow_unused)]
-        opened = omni_checkpoint.open_omni(folder, files, data, language, model, unused)
+        unused = [name for name in source.tensors if _matches_any(name, settings.allow_unused)]
+        opened = omni_checkpoint.open_omni(folder, source, data, language, model, unused)
         unmatched = _unmatched(files.tensors, settings.allow_unused)
-        return dataclasses.replace(opened, unmatched=unmatched, mtp_source=mtp_source)
+        return dataclasses.replace(
+            opened, unmatched=unmatched, mtp_source=mtp_source, mtp_from=settings.mtp_from
+        )
     if isinstance(model, OmniConfig):
         raise ValueError(f"{folder}: it is a language model, and --model {model.name} has encoders")
     source, left_out = without_prefix(files), Counter[str]()

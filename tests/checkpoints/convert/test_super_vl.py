@@ -175,6 +175,39 @@ def test_depths_of_mtp(place: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "--mtp-num-layers 0: it is for language models" in capsys.readouterr().err
 
 
+def test_mtp_is_put_back(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A fine-tune that transformers saved has none. The release has it, also for a model of text."""
+
+    def change(values: dict[str, torch.Tensor]) -> None:
+        for name in [n for n in values if ".mtp." in n]:
+            del values[name]
+        values["language_model.lm_head.weight"] += 1
+
+    tuned = folders.rewritten(place / "hf", tmp_path / "tuned", change)
+    target = tmp_path / "megatron"
+    capsys.readouterr()
+    assert nemotron3("convert", "from-hf", tuned, target) == 2
+    assert "all are of MTP" in capsys.readouterr().err
+    given = ("--mtp-from", place / "hf", "--workers", 1)
+    assert nemotron3("convert", "from-hf", tuned, target, *given) == 0
+    assert f"mtp          its tensors are those of {place / 'hf'}" in capsys.readouterr().out
+    assert nemotron3("convert", "verify", tuned, target, *given) == 0
+    assert nemotron3("convert", "to-hf", target, tmp_path / "back", "--workers", 1) == 0
+    expected = tensors(place / "hf")
+    expected["language_model.lm_head.weight"] += 1
+    equal(tensors(tmp_path / "back"), expected)
+    only = (*given, "--only", "language")
+    assert nemotron3("convert", "from-hf", tuned, tmp_path / "language", *only) == 0
+    assert open_checkpoint(tmp_path / "language").config.mtp_num_layers == 2
+    # A text model's fine-tune takes it from the released folder with encoders, too.
+    words = ("convert", "to-hf", place / "megatron", tmp_path / "text", "--only", "language", "--workers", 1)
+    assert nemotron3(*words) == 0
+    lost = folders.rewritten(
+        tmp_path / "text", tmp_path / "lost", lambda v: [v.pop(n) for n in list(v) if n.startswith("mtp.")]
+    )
+    assert nemotron3("convert", "from-hf", lost, tmp_path / "put", *given) == 0
+
+
 def test_training_with_mtp_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert nemotron3("flags", "super-vl") == 2
     err = capsys.readouterr().err
