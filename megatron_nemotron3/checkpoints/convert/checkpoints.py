@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.checkpoints.convert import adapters, config_json, inventory, omni_checkpoint
-from megatron_nemotron3.checkpoints.convert.config_keys import OWN, QUANTIZATION
+from megatron_nemotron3.checkpoints.convert.config_keys import OWN, QUANTIZATION, named_errors
 from megatron_nemotron3.checkpoints.convert.hf_folder import (
     HF_QUANT_CONFIG,
     TAKEN_OUT,
@@ -203,14 +203,15 @@ def open_hugging_face(folder: Path, **options: Any) -> Checkpoint:
         for option, given in refused.items():
             if given:
                 raise ValueError(f"{folder}: {option}: it is for language models, and this has encoders")
+        with named_errors(os.fspath(folder)):
+            text = dict(text_part(data))
         source: TensorSource = files
         if settings.mtp_from is not None:
-            part = language_of(files), text_part(data)
-            tuned, text = with_mtp_from(folder, *part, settings.mtp_from)
+            tuned, text = with_mtp_from(folder, language_of(files), text, settings.mtp_from)
             source = with_language(tuned, files)
             data = {**data, next(name for name in TEXT if data.get(name)): text}
         base = model.language if isinstance(model, OmniConfig) else model
-        language, mtp_source = hf_model(folder, dict(text_part(data)), base, settings.mtp_num_layers)
+        language, mtp_source = hf_model(folder, text, base, settings.mtp_num_layers)
         unused = [name for name in source.tensors if _matches_any(name, settings.allow_unused)]
         opened = omni_checkpoint.open_omni(folder, source, data, language, model, unused)
         unmatched = _unmatched(files.tensors, settings.allow_unused)

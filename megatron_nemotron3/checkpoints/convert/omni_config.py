@@ -140,7 +140,11 @@ def part(data: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any] | No
 
 def text_part(data: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the keys of the language model in a config.json, also in that of a model with encoders."""
-    return (part(data, TEXT) if is_omni(data) else None) or data
+    if not is_omni(data):
+        return data
+    if (found := part(data, TEXT)) is None:
+        raise ValueError(f"config.json has no {TEXT[0]}")
+    return found
 
 
 def omni_config(
@@ -153,9 +157,9 @@ def omni_config(
             f"which has {' or '.join(MODEL_TYPES)}"
         )
     with named_errors(name):
-        text, vision, sound = (part(data, names) for names in (TEXT, VISION, SOUND))
-        if text is None or vision is None:
-            raise ValueError(f"config.json has no {TEXT[0] if text is None else VISION[0]}")
+        text, vision, sound = text_part(data), *(part(data, names) for names in (VISION, SOUND))
+        if vision is None:
+            raise ValueError(f"config.json has no {VISION[0]}")
         sizes = (*TEXT, *VISION, *SOUND, *_IMAGE_ID, *_SOUND_ID, *_WIDTH, _PROJECTOR, _RATIO, _FRAMES)
         _check("", data, sizes, _FIXED, _IGNORED)
         encoders: dict[str, Any] = {
