@@ -171,6 +171,8 @@ class OmniConfig:
         fields = asdict(self)
         for name in ("name", "title", "language", "published_total", "source"):
             del fields[name]
+        if not self.vision.final_layernorm:  # runs that began before there was one go on with the same line
+            del fields["vision"]["final_layernorm"]
         return json.dumps(fields)
 
 
