@@ -32,6 +32,8 @@ import json, torch
 found = {"built": torch.version.cuda, "architectures": []}
 if torch.version.cuda:
     found["architectures"] = torch.cuda.get_arch_list()
+    if torch.distributed.is_nccl_available():
+        found["nccl"] = torch.cuda.nccl.version()
 found["available"] = torch.cuda.is_available()
 if found["available"]:
     found["devices"] = [
@@ -174,6 +176,13 @@ def judge(found: dict[str, Any]) -> Iterator[DoctorFinding]:
             yield DoctorFinding("gpu", "error", f"{name}: {problem}")
         else:
             yield DoctorFinding("gpu", "ok", name)
+    if found.get("nccl", [])[:3] == [2, 30, 5]:  # NVIDIA-NeMo/Megatron-Bridge #5462
+        yield DoctorFinding(
+            "nccl",
+            "warning",
+            "2.30.5: over the network plugin SPCX it corrupts BF16 in all-to-alls of experts between nodes",
+            "NCCL_NET_PLUGIN=none, or --moe-token-dispatcher-type flex with hybridep",
+        )
     major, minor = found["devices"][0]["capability"]
     first = (major, minor)
     for precision, (fits, needs) in PRECISIONS.items():

@@ -249,6 +249,10 @@ def chosen_launch(options: argparse.Namespace) -> Launch:
 def _encoder_options(omni: OmniConfig | None) -> tuple[str, ...]:
     if omni is None:
         return ()
+    if omni.language.has_mtp:
+        raise ValueError(
+            f"{omni.name}: Megatron's MIMO model trains no MTP: train what --only language takes out"
+        )
     return ("--omni-encoders", omni.encoders_json(), "--vocab-size", str(omni.language.vocab_size))
 
 

@@ -1,4 +1,4 @@
-"""Nemotron 3 Nano Omni: a language model with a vision and a sound encoder.
+"""Nemotron 3 Nano Omni and 3.5 Super VL: a language model with a vision encoder, and with a sound encoder.
 
     picture, frames --> RADIO (a ViT) --> 2 x 2 patches in one --> projector --+
                                                                                +--> language model
@@ -13,7 +13,7 @@ import json
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from megatron_nemotron3.models.catalog import NANO
+from megatron_nemotron3.models.catalog import NANO, SUPER
 from megatron_nemotron3.models.config import Nemotron3Config
 from megatron_nemotron3.models.tiny import TINY_SUFFIX
 from megatron_nemotron3.models.tiny import tiny as tiny_language
@@ -42,6 +42,8 @@ class Vision:
     #: Patches of a side that the pixel shuffle joins into one position of the language model.
     merged_patches: int = 2
     layernorm_epsilon: float = 1e-6
+    #: A LayerNorm after the last layer: released models have it where the language model has MTP.
+    final_layernorm: bool = False
 
     @property
     def merged_size(self) -> int:
@@ -119,7 +121,7 @@ class OmniConfig:
 
     def _check_encoder(self, name: str, encoder: Vision | Sound, projector_size: int) -> None:
         for field, size in vars(encoder).items():
-            if field != "layernorm_epsilon" and (not _is_count(size) or size < 1):
+            if field not in ("layernorm_epsilon", "final_layernorm") and (not _is_count(size) or size < 1):
                 raise ValueError(f"{self.name}: {field}={size!r} of {name}: give a number from 1")
         if encoder.hidden_size % encoder.num_attention_heads:
             raise ValueError(
@@ -169,6 +171,8 @@ class OmniConfig:
         fields = asdict(self)
         for name in ("name", "title", "language", "published_total", "source"):
             del fields[name]
+        if not self.vision.final_layernorm:  # runs that began before there was one go on with the same line
+            del fields["vision"]["final_layernorm"]
         return json.dumps(fields)
 
 
@@ -219,8 +223,25 @@ NANO_OMNI = OmniConfig(
         "nvidia/Nemotron-3-Nano-Omni-30B-A3B-Reasoning-BF16 (total, tensors)"
     ),
 )
+SUPER_VL = OmniConfig(
+    name="super-vl",
+    title="Nemotron 3.5 Super VL 120B-A12B",
+    language=SUPER,
+    vision=Vision(final_layernorm=True),
+    sound=None,
+    vision_projector_size=20480,
+    sound_projector_size=0,
+    image_token_id=18,
+    sound_token_id=None,
+    published_total="43,079 tensors, 248,906,833,960 bytes",
+    source=(
+        "transformers 5.24 models/nemotron_h_omni, radio; Megatron-Bridge 0.7 models/nemotron_omni (norm, "
+        "MTP, token id) and its verification card of nvidia/NVIDIA-Nemotron-3.5-Super-VL-120B-A12B-BF16 "
+        "(tensors, bytes); THUDM/slime #2379 (Super's language model); ollama nemotron-3.5-super (projector)"
+    ),
+)
 
-_ALL = {NANO_OMNI.name: NANO_OMNI}
+_ALL = {model.name: model for model in (NANO_OMNI, SUPER_VL)}
 
 
 def omni_names() -> tuple[str, ...]:
@@ -263,7 +284,7 @@ def tiny(config: OmniConfig) -> OmniConfig:
             subsampling_channels=16,
         ),
         vision_projector_size=512,
-        sound_projector_size=256,
+        sound_projector_size=256 if config.sound else 0,
         published_total=None,
         source=f"{config.name}, shrunk by megatron_nemotron3.models.omni",
     )

@@ -76,6 +76,14 @@ ROWS: tuple[Row, ...] = (
         """,
     ),
     *_copies(
+        "vision norm",
+        "vision_projector.vision_final_layernorm.",
+        """
+        weight = final_layernorm.weight [h]
+        bias = final_layernorm.bias [h]
+        """,
+    ),
+    *_copies(
         "vision projector",
         "mlp1.",
         """
@@ -161,7 +169,7 @@ ROWS: tuple[Row, ...] = (
 
 #: Part of the model -> parts of the table.
 PARTS = {
-    "vision encoder": ("vision", "vision layer"),
+    "vision encoder": ("vision", "vision layer", "vision norm"),
     "vision projector": ("vision projector",),
     "sound encoder": ("sound", "sound halving", "sound layer"),
     "sound projector": ("sound projector",),
@@ -212,6 +220,8 @@ def rows(config: OmniConfig, part: str) -> Iterator[Row]:
         layers: list[dict[str, int]] = [{}]
         if table_part == "vision layer":
             layers = [{"n": n} for n in range(config.vision.num_layers)]
+        elif table_part == "vision norm" and not config.vision.final_layernorm:
+            layers = []
         elif config.sound and table_part == "sound layer":
             layers = [{"n": n} for n in range(config.sound.num_layers)]
         elif config.sound and table_part == "sound halving":
@@ -232,8 +242,9 @@ def _numbered(row: Row, numbers: dict[str, int]) -> Row:
     return replace(row, hf=named(row.hf), spellings=spellings)
 
 
-#: Constants of preprocessing in the released checkpoint; transformers' model has none of them.
+#: Constants of preprocessing in released checkpoints, and places of RADIO's summary, which nothing reads.
 CONSTANTS = (
+    "vision_model.summary_idxs",
     "vision_model.radio_model.input_conditioner.norm_mean",
     "vision_model.radio_model.input_conditioner.norm_std",
     f"{_PARAKEET}.feature_extractor.featurizer.fb",
@@ -256,7 +267,8 @@ def tensors_by_part(config: OmniConfig) -> dict[str, int]:
     for part in PARTS:
         if tensors := sum(1 for _ in encoder_tensors(config, part)):
             parts[part] = tensors
-    return parts | {"preprocessing": len(CONSTANTS) if config.sound else 2}
+    # Nano Omni has two of each encoder; Super VL those of vision, and the places of the summary.
+    return parts | {"preprocessing": 4 if config.sound else 3}
 
 
 def released_tensors(config: OmniConfig) -> int:

@@ -171,7 +171,7 @@ def render_omni(model: OmniConfig) -> str:
 
 
 def _number(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    return f"{value:,}" if type(value) is int else str(value)
 
 
 def _sizes_lines(config: Nemotron3Config, rows: dict[str, str]) -> list[str]:

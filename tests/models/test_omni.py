@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_nemotron3.models.omni import NANO_OMNI, OmniConfig, get_omni, with_encoders
+from megatron_nemotron3.models.omni import NANO_OMNI, SUPER_VL, OmniConfig, get_omni, with_encoders
 from megatron_nemotron3.models.omni_tensors import PARTS, count_parts, encoder_tensors, released_tensors
 from megatron_nemotron3.models.parameters import stored_tensors
 
@@ -27,7 +27,8 @@ def test_names() -> None:
 
 
 def test_encoders_as_json() -> None:
-    for model in (NANO_OMNI, NANO_OMNI.but(sound=None, sound_token_id=None)):
+    assert "final_layernorm" not in NANO_OMNI.encoders_json()  # as in checkpoints from before Super VL
+    for model in (NANO_OMNI, NANO_OMNI.but(sound=None, sound_token_id=None), SUPER_VL):
         again = with_encoders(model.language, model.encoders_json())
         assert again.but(name="x", title="") == model.but(
             name="x", title="", published_total=None, source=None

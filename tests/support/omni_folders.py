@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,12 +10,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 
+from megatron_nemotron3.checkpoints.convert.omni_config import omni_json
 from megatron_nemotron3.models.omni import OmniConfig, get_omni
 from megatron_nemotron3.train.omni.processor import make_processor, omni_tokenizer
 from tests.support.engines import tensors
 from tests.support.model_mapping import stack_experts
-from tests.support.omni_oracle import transformers_omni
+from tests.support.omni_oracle import transformers_omni, without_mtp
 
 TEXT = [f"line {i}: what is the word, and who says it? {i * 7 % 23} or none" for i in range(300)]
 #: Tokens of the tokenizer: more than 256 bytes, 30 special ones, and some merges.
@@ -34,9 +37,9 @@ class OmniFolder:
     videos: list[Path]
 
 
-def tiny_omni() -> OmniConfig:
+def tiny_omni(name: str = "nano-omni") -> OmniConfig:
     """The tiny model with as many tokens as the tokenizer, and room for a video."""
-    config = get_omni("nano-omni-tiny")
+    config = get_omni(f"{name}-tiny")
     assert config is not None
     return config.but(language=config.language.but(vocab_size=TOKENS, max_position_embeddings=512))
 
@@ -48,7 +51,9 @@ def oracle(config: OmniConfig, seed: int) -> Any:
     for module in model.modules():
         if hasattr(module, "time_step_limit"):
             module.time_step_limit = (0.0, math.inf)  # as in `parity.oracle`
-    model.language_model.load_state_dict(stack_experts(tensors(config.language, seed)), strict=True)
+    model.language_model.load_state_dict(
+        stack_experts(tensors(without_mtp(config).language, seed)), strict=True
+    )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -59,11 +64,18 @@ def oracle(config: OmniConfig, seed: int) -> Any:
     return model
 
 
-def make(folder: Path, seed: int = 5) -> OmniFolder:
-    """Write the folder."""
-    config = tiny_omni()
+def make(folder: Path, seed: int = 5, name: str = "nano-omni") -> OmniFolder:
+    """Write the folder. transformers saves no MTP: its tensors are put beside its own."""
+    config = tiny_omni(name)
     model, hf = oracle(config, seed), folder / "hf"
     model.save_pretrained(hf)
+    if config.language.has_mtp:
+        stored = load_file(hf / "model.safetensors")
+        own = {f"language_model.{name}": value for name, value in tensors(config.language, seed).items()}
+        save_file(own | stored, hf / "model.safetensors", {"format": "pt"})
+        read = json.loads((hf / "config.json").read_text())
+        read["text_config"] = omni_json(config, dtype="float32")["text_config"]
+        (hf / "config.json").write_text(json.dumps(read))
     processor = make_processor(config, omni_tokenizer(TEXT, TOKENS, folder / "tokenizer", config))
     processor.save_pretrained(hf)
     media = folder / "media"

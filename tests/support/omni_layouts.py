@@ -20,6 +20,7 @@ from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.boundary.partition import sample_shares
 from megatron_nemotron3.models.omni import OmniConfig, get_omni
 from megatron_nemotron3.proof.certify.tensors import Pieces, Tensors, gather
+from tests.support.omni_oracle import without_mtp
 
 SAMPLES, LENGTH, MICROBATCHES = 12, 48, 2
 LANGUAGE, VISION, SOUND = "language", "vision", "sound"
@@ -41,7 +42,7 @@ MEDIA: tuple[tuple[tuple[Any, ...], ...], ...] = (
 
 @dataclass(frozen=True)
 class Case:
-    """Where the modules are, as `Layout.parse` reads it, and how they are trained."""
+    """Where the modules are, as `Layout.parse` reads it, and how they are trained; sound "": Super VL."""
 
     language: str
     vision: str
@@ -54,7 +55,7 @@ class Case:
     def layouts(self) -> dict[str, Layout]:
         """Layouts by module."""
         texts = {LANGUAGE: self.language, VISION: self.vision, SOUND: self.sound}
-        return {name: Layout.parse(text) for name, text in texts.items()}
+        return {name: Layout.parse(text) for name, text in texts.items() if text}
 
     @property
     def colocated(self) -> bool:
@@ -82,11 +83,11 @@ class Sample:
     sounds: list[Tensor] = field(default_factory=list)
 
 
-def model() -> OmniConfig:
-    """The model of all cases."""
-    made = get_omni("nano-omni-tiny")
+def model(case: Case) -> OmniConfig:
+    """The model of a case."""
+    made = get_omni("nano-omni-tiny" if case.sound else "super-vl-tiny")
     assert made is not None
-    return made
+    return made if case.sound else without_mtp(made)
 
 
 def samples(number: int) -> list[Sample]:
@@ -165,7 +166,7 @@ def batches(layouts: dict[str, Layout]) -> Iterator[dict[str, Any]]:
     """Keyword arguments of this rank's forward, microbatch by microbatch."""
     rank = dist.get_rank()
     lanes = {name: lane_of(layout, rank) for name, layout in layouts.items()}
-    own = next(name for name in (LANGUAGE, VISION, SOUND) if rank in layouts[name].ranks)
+    own = next(name for name, layout in layouts.items() if rank in layout.ranks)
     for number in range(MICROBATCHES):
         whole = samples(number)
         ids = torch.stack([sample.ids for sample in whole])
@@ -176,18 +177,19 @@ def batches(layouts: dict[str, Layout]) -> Iterator[dict[str, Any]]:
             "labels": mine.roll(-1, 1),
             "loss_mask": ((mine >= 30) & (torch.arange(LENGTH) < LENGTH - 1)).float(),
             "modality_inputs": {
-                VISION: vision_input(share(whole, lanes[VISION])),
-                SOUND: sound_input(share(whole, lanes[SOUND])),
+                name: make(share(whole, lanes[name]))
+                for name, make in ((VISION, vision_input), (SOUND, sound_input))
+                if name in lanes
             },
         }
 
 
-def descriptions() -> Iterator[Any]:
+def descriptions(ids: dict[str, int]) -> Iterator[Any]:
     """Of all microbatches, for a feed."""
     from megatron_nemotron3.boundary.feed import describe_ids
 
     for number in range(MICROBATCHES):
-        yield describe_ids(torch.stack([sample.ids for sample in samples(number)]), IDS)
+        yield describe_ids(torch.stack([sample.ids for sample in samples(number)]), ids)
 
 
 def sharded(of: Any) -> list[Any]:
@@ -288,7 +290,9 @@ def step(case: Case, weights: Tensors | None = None, change: Change | None = Non
     from megatron_nemotron3.boundary.training import forward_backward_colocated
     from megatron_nemotron3.train.omni.model import build
 
-    made, groups = build(model(), case.layouts, ep=case.ep, frozen=case.frozen)
+    config_of_case = model(case)
+    encoders = list(config_of_case.special_ids())
+    made, groups = build(config_of_case, case.layouts, ep=case.ep, frozen=case.frozen)
     if weights is not None:
         load(made, weights)
     elif dist.get_world_size() == 1:
@@ -302,7 +306,7 @@ def step(case: Case, weights: Tensors | None = None, change: Change | None = Non
     if change is not None:
         data = (change(batch, dist.get_rank()) for batch in data)
     if case.feed:
-        known = descriptions()
+        known = descriptions(config_of_case.special_ids())
         made.feed = data = RowFeed(data, lambda batch: next(known))
     language = case.layouts[LANGUAGE]
     common: dict[str, Any] = {
@@ -330,13 +334,13 @@ def step(case: Case, weights: Tensors | None = None, change: Change | None = Non
     else:
         communicator = BoundaryCommunicator(
             made.mimo_config.module_to_grid_map,
-            {VISION: [LANGUAGE], SOUND: [LANGUAGE], LANGUAGE: []},
+            {**{name: [LANGUAGE] for name in encoders}, LANGUAGE: []},
             config,
             dim_mapping={"s": 0, "b": 1, "h": 2},
-            module_output_ndim={VISION: 2, SOUND: 2},
+            module_output_ndim=dict.fromkeys(encoders, 2),
             sequence_parallel=[LANGUAGE] if language.tp > 1 else [],
-            frozen=[n for n in (VISION, SOUND) if {n, f"{n}-projector"} <= set(case.frozen)],
-            hidden_size=model().language.hidden_size,
+            frozen=[n for n in encoders if {n, f"{n}-projector"} <= set(case.frozen)],
+            hidden_size=config_of_case.language.hidden_size,
         )
         made.communicator = communicator
         if case.feed:

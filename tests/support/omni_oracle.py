@@ -93,11 +93,14 @@ def transformers_omni_config(config: OmniConfig) -> Any:
         NemotronH_Omni_Reasoning_V3_Config,
     )
 
-    assert config.sound is not None
-    audio = parakeet_config(config.sound).to_dict()
-    audio |= {"projection_hidden_size": config.sound_projector_size, "projection_bias": False}
+    audio = None
+    if config.sound is not None:
+        audio = parakeet_config(config.sound).to_dict()
+        audio |= {"projection_hidden_size": config.sound_projector_size, "projection_bias": False}
+    # All that transformers takes of MTP: whether the vision encoder ends with a norm.
+    mtp = {"num_nextn_predict_layers": int(config.vision.final_layernorm)}
     return NemotronH_Omni_Reasoning_V3_Config(
-        text_config=transformers_config(config.language).to_dict(),
+        text_config=transformers_config(config.language).to_dict() | mtp,
         vision_config=radio_config(config.vision).to_dict(),
         audio_config=audio,
         vision_hidden_size=config.vision.hidden_size,
@@ -118,9 +121,9 @@ def transformers_omni(config: OmniConfig) -> Any:
 
 
 def pair(config: OmniConfig, seed: int) -> tuple[Any, Any]:
-    """(our model, transformers' with its weights), inside `world_of_one`."""
-    one = Layout.of()
-    ours, _ = build(config, {LANGUAGE: one, VISION: one, SOUND: one})
+    """(our model without MTP, transformers' with its weights), inside `world_of_one`."""
+    config = without_mtp(config)
+    ours, _ = build(config, dict.fromkeys((LANGUAGE, *config.special_ids()), Layout.of()))
     ours.eval()
     randomize(ours.language_model, seed)
     generator = torch.Generator().manual_seed(seed)
@@ -135,22 +138,34 @@ def pair(config: OmniConfig, seed: int) -> tuple[Any, Any]:
     for module in theirs.modules():
         if hasattr(module, "time_step_limit"):
             module.time_step_limit = (0.0, math.inf)  # as in `parity.oracle`
-    left = theirs.vision_model.load_state_dict(encoders[VISION].encoders["radio"].state_dict(), strict=False)
+    radio = encoders[VISION].encoders["radio"].state_dict()
+    if config.vision.final_layernorm:
+        norm = {name: radio.pop(f"final_layernorm.{name}") for name in ("weight", "bias")}
+        theirs.vision_final_layernorm.load_state_dict(norm)
+    left = theirs.vision_model.load_state_dict(radio, strict=False)
     assert not left.unexpected_keys and all(
         "layer_scale" in k or k == "summary_idxs" for k in left.missing_keys
     )
     theirs.multi_modal_projector.load_state_dict(encoders[VISION].input_projections[0].state_dict())
-    theirs.audio_tower.load_state_dict(encoders[SOUND].encoders["parakeet"].state_dict())
-    theirs.embed_audio.load_state_dict(encoders[SOUND].input_projections[0].state_dict())
+    if config.sound is not None:
+        theirs.audio_tower.load_state_dict(encoders[SOUND].encoders["parakeet"].state_dict())
+        theirs.embed_audio.load_state_dict(encoders[SOUND].input_projections[0].state_dict())
     return ours, theirs
+
+
+def without_mtp(config: OmniConfig) -> OmniConfig:
+    """The model whose language model has no MTP; its vision encoder is the same."""
+    return config.but(language=config.language.but(mtp_pattern=None, mtp_num_layers=0))
 
 
 def parts(ours: Any) -> dict[str, Any]:
     """Beginning of transformers' names -> our module with the rest of the names."""
-    vision, sound = ours.modality_submodules[VISION], ours.modality_submodules[SOUND]
-    return {
-        "vision_model": vision.encoders["radio"],
-        "multi_modal_projector": vision.input_projections[0],
-        "audio_tower": sound.encoders["parakeet"],
-        "embed_audio": sound.input_projections[0],
-    }
+    vision = ours.modality_submodules[VISION]
+    radio = vision.encoders["radio"]
+    found = {"vision_model": radio, "multi_modal_projector": vision.input_projections[0]}
+    if radio.sizes.final_layernorm:
+        found["vision_final_layernorm"] = radio.final_layernorm
+    if SOUND in ours.modality_submodules:
+        sound = ours.modality_submodules[SOUND]
+        found |= {"audio_tower": sound.encoders["parakeet"], "embed_audio": sound.input_projections[0]}
+    return found

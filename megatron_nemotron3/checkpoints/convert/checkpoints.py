@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.checkpoints.convert import adapters, config_json, inventory, omni_checkpoint
-from megatron_nemotron3.checkpoints.convert.config_keys import OWN, QUANTIZATION
+from megatron_nemotron3.checkpoints.convert.config_keys import OWN, QUANTIZATION, named_errors
 from megatron_nemotron3.checkpoints.convert.hf_folder import (
     HF_QUANT_CONFIG,
     TAKEN_OUT,
@@ -34,12 +34,17 @@ from megatron_nemotron3.checkpoints.convert.keys import (
 from megatron_nemotron3.checkpoints.convert.megatron_args import config_of, require_experts, stored_pattern
 from megatron_nemotron3.checkpoints.convert.mtp_from import PREFIX, with_mtp_from, without_mtp
 from megatron_nemotron3.checkpoints.convert.omni_checkpoint import stored_omni
-from megatron_nemotron3.checkpoints.convert.omni_config import is_omni
-from megatron_nemotron3.checkpoints.convert.omni_inventory import ENCODERS, LANGUAGE
+from megatron_nemotron3.checkpoints.convert.omni_config import TEXT, is_omni, text_part
+from megatron_nemotron3.checkpoints.convert.omni_inventory import (
+    ENCODERS,
+    LANGUAGE,
+    language_of,
+    with_language,
+)
 from megatron_nemotron3.checkpoints.convert.opened import EMBEDDING, Checkpoint
 from megatron_nemotron3.checkpoints.convert.origin import find_origin, tokenizer_folders, with_context
 from megatron_nemotron3.checkpoints.convert.quantized_views import Dequantized
-from megatron_nemotron3.checkpoints.convert.sources import FileSource
+from megatron_nemotron3.checkpoints.convert.sources import FileSource, TensorSource
 from megatron_nemotron3.checkpoints.convert.torch_dist import open_torch_dist, reorder_mamba
 from megatron_nemotron3.checkpoints.convert.views import Selected
 from megatron_nemotron3.checkpoints.folders import CHECKPOINTS, locate, locate_one
@@ -194,15 +199,25 @@ def open_hugging_face(folder: Path, **options: Any) -> Checkpoint:
     files = open_hf(folder)
     data = read_config(folder, omni=settings.omni)
     if is_omni(data):
-        if settings.dequantize:
-            raise ValueError(
-                f"{folder}: --dequantize: quantized weights of a model with encoders are not read"
-            )
+        refused = {"--dequantize": settings.dequantize, "--mtp-num-layers 0": settings.mtp_num_layers == 0}
+        for option, given in refused.items():
+            if given:
+                raise ValueError(f"{folder}: {option}: it is for language models, and this has encoders")
+        with named_errors(os.fspath(folder)):
+            text = dict(text_part(data))
+        source: TensorSource = files
         if settings.mtp_from is not None:
-            raise ValueError("--mtp-from: it is for language models, and this one has encoders")
-        unused = [name for name in files.tensors if _matches_any(name, settings.allow_unused)]
-        opened = omni_checkpoint.open_omni(folder, files, data, model, unused)
-        return dataclasses.replace(opened, unmatched=_unmatched(files.tensors, settings.allow_unused))
+            tuned, text = with_mtp_from(folder, language_of(files), text, settings.mtp_from)
+            source = with_language(tuned, files)
+            data = {**data, next(name for name in TEXT if data.get(name)): text}
+        base = model.language if isinstance(model, OmniConfig) else model
+        language, mtp_source = hf_model(folder, text, base, settings.mtp_num_layers)
+        unused = [name for name in source.tensors if _matches_any(name, settings.allow_unused)]
+        opened = omni_checkpoint.open_omni(folder, source, data, language, model, unused)
+        unmatched = _unmatched(files.tensors, settings.allow_unused)
+        return dataclasses.replace(
+            opened, unmatched=unmatched, mtp_source=mtp_source, mtp_from=settings.mtp_from
+        )
     if isinstance(model, OmniConfig):
         raise ValueError(f"{folder}: it is a language model, and --model {model.name} has encoders")
     source, left_out = without_prefix(files), Counter[str]()

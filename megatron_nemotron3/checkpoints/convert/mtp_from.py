@@ -24,6 +24,8 @@ from megatron_nemotron3.checkpoints.convert.hf_folder import (
     other_files,
     read_config,
 )
+from megatron_nemotron3.checkpoints.convert.omni_config import text_part
+from megatron_nemotron3.checkpoints.convert.omni_inventory import language_of
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.checkpoints.convert.views import Joined, Selected
 from megatron_nemotron3.checkpoints.metadata import CheckpointError
@@ -58,7 +60,8 @@ def with_mtp_from(
     rest = without_mtp(data)
     if stated is None:
         return Joined(source, Selected(heads, names)), rest | _layers(original, names)
-    stated.pop(QUANTIZATION, None)  # MTP is not quantized; if it is, its types say so
+    # MTP is not quantized; if it is, its types say so.
+    stated = {key: value for key, value in stated.items() if key != QUANTIZATION}
     result = rest | {key: value for key, value in stated.items() if key in MTP_KEYS}
     tuned = config_json.read(result, name=os.fspath(folder))
     released = config_json.read(stated, name=f"--mtp-from {original}")
@@ -67,20 +70,20 @@ def with_mtp_from(
     return Joined(source, Selected(heads, names)), result
 
 
-def _opened(original: Path) -> tuple[TensorSource, dict[str, Any] | None]:
+def _opened(original: Path) -> tuple[TensorSource, Mapping[str, Any] | None]:
     """Open what has the heads; its config.json, if there is one."""
     if original.is_file():
         return open_file(original), None
     if not original.is_dir():
         raise ValueError(f"--mtp-from {original}: it does not exist")
-    stated = read_config(original) if (original / CONFIG).is_file() else None
+    stated = text_part(read_config(original, omni=True)) if (original / CONFIG).is_file() else None
     apart = other_files(original, ())
     if not apart:
         raise ValueError(
             f"--mtp-from {original}: it has no safetensors files: give a Hugging Face folder, or MTP's file"
         )
     if any(os.path.lexists(original / name) for name in (INDEX, SINGLE)):
-        source = open_hf(original)
+        source = language_of(open_hf(original))
         if any(name.startswith(PREFIX) for name in source.tensors):
             return source, stated
     return open_files(original, [name for name, mtp in apart.items() if mtp]), stated

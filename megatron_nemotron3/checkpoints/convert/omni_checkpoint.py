@@ -17,20 +17,20 @@ from megatron_nemotron3.checkpoints.convert.opened import Checkpoint
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.checkpoints.convert.views import Selected
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.models.omni import ARGUMENT, OmniConfig, with_encoders
+from megatron_nemotron3.models.omni import ARGUMENT, OmniConfig, omni_names, with_encoders
 
 
 def open_omni(
     folder: Path,
     source: TensorSource,
     data: dict[str, Any],
+    language: Nemotron3Config,
     model: Nemotron3Config | OmniConfig | None,
     unused: Iterable[str],
 ) -> Checkpoint:
-    """Open a Hugging Face folder."""
+    """Open a Hugging Face folder; `language` is its language model, and `model` the one that is expected."""
     if "quantization_config" in data:
         raise ValueError(f"{folder}: quantized weights of a model with encoders are not read")
-    language = model.language if isinstance(model, OmniConfig) else model
     config = omni_config(data, name=os.fspath(folder), base=language)
     if isinstance(model, OmniConfig):
         require_same(config, model)
@@ -64,7 +64,7 @@ def stored_omni(
     if not isinstance(text, str):
         raise ValueError(
             f"{folder}: it has {found!r}, which is an encoder's, and the stored arguments have no {ARGUMENT} "
-            "with the sizes of encoders: give --model nano-omni, or the model that it is"
+            f"with the sizes of encoders: give --model {' or --model '.join(omni_names())}, or what it is"
         )
     try:
         return named_omni(with_encoders(language, text))

@@ -1,7 +1,7 @@
-"""Convert config.json of a Nemotron 3 Nano Omni folder to `OmniConfig` and back.
+"""Convert config.json of a Nano Omni or Super VL folder to `OmniConfig` and back.
 
-Two dialects are read. transformers 5.23 writes `nemotron_h_omni`; the released folder has older names for
-some keys, and describes RADIO by the arguments it was trained with:
+Two dialects are read. transformers 5.23 writes `nemotron_h_omni`; released folders have older names for
+some keys, and describe RADIO by the arguments it was trained with:
 
     nemotron_h_omni      image_token_id        audio_token_id          text_config  audio_config
     released             img_context_token_id  sound_context_token_id  llm_config   sound_config
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from megatron_nemotron3.checkpoints.convert import config_json
@@ -140,7 +140,11 @@ def part(data: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any] | No
 
 def text_part(data: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the keys of the language model in a config.json, also in that of a model with encoders."""
-    return (part(data, TEXT) if is_omni(data) else None) or data
+    if not is_omni(data):
+        return data
+    if (found := part(data, TEXT)) is None:
+        raise ValueError(f"config.json has no {TEXT[0]}")
+    return found
 
 
 def omni_config(
@@ -153,9 +157,9 @@ def omni_config(
             f"which has {' or '.join(MODEL_TYPES)}"
         )
     with named_errors(name):
-        text, vision, sound = (part(data, names) for names in (TEXT, VISION, SOUND))
-        if text is None or vision is None:
-            raise ValueError(f"config.json has no {TEXT[0] if text is None else VISION[0]}")
+        text, vision, sound = text_part(data), *(part(data, names) for names in (VISION, SOUND))
+        if vision is None:
+            raise ValueError(f"config.json has no {VISION[0]}")
         sizes = (*TEXT, *VISION, *SOUND, *_IMAGE_ID, *_SOUND_ID, *_WIDTH, _PROJECTOR, _RATIO, _FRAMES)
         _check("", data, sizes, _FIXED, _IGNORED)
         encoders: dict[str, Any] = {
@@ -168,11 +172,8 @@ def omni_config(
             encoders["sound"], encoders["sound_projector_size"] = _sound(sound)
             encoders["sound_token_id"] = positive_number(data, _SOUND_ID)
     language = config_json.read(text, name=f"{name}: {TEXT[0]}", base=base)
-    if language.has_mtp:
-        raise ValueError(
-            f"{name}: its language model has MTP, with which transformers normalizes the rows of pictures: "
-            "not supported"
-        )
+    # No key says it: with MTP Megatron built the norm, and so does transformers.
+    encoders["vision"] = replace(encoders["vision"], final_layernorm=language.has_mtp)
     language = base or named(language, identify(language))
     return named_omni(OmniConfig(name=name, title=name, language=language, **encoders))
 
@@ -185,6 +186,10 @@ def omni_json(
     All of `reference`, that of the same model in either dialect, is kept except for what `config_json.write`
     writes of the language model.
     """
+    if config.vision.final_layernorm != config.language.has_mtp:
+        norm, mtp = config.vision.final_layernorm, config.language.has_mtp
+        only = "config.json has both or neither: give --only language"
+        raise ValueError(f"{config.name}: final_layernorm={norm} of vision, and MTP is {mtp}: {only}")
     if reference is not None:
         require_same(config, omni_config(reference, name=f"{config.name}, reference"))
         place = next(key for key in TEXT if reference.get(key) is not None)

@@ -5,6 +5,7 @@ released ones, which transformers saves, too:
 
     language_model.…                                        language_model.…
     modality_submodules.vision.encoders.radio.…             vision_model.radio_model.…  q, k, v are one tensor
+    …final_layernorm, where the language model has MTP      vision_projector.vision_final_layernorm
     modality_submodules.vision.input_projections.0.…        mlp1.…
     modality_submodules.sound.encoders.parakeet.…           sound_encoder.encoder.…
     modality_submodules.sound.input_projections.0.…         sound_projection.…
@@ -26,6 +27,7 @@ from megatron_nemotron3.checkpoints.convert import inventory
 from megatron_nemotron3.checkpoints.convert.inventory import Tensor, TensorMapping
 from megatron_nemotron3.checkpoints.convert.plan import Shape
 from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource
+from megatron_nemotron3.checkpoints.convert.views import Joined, Selected
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.omni import OmniConfig
 from megatron_nemotron3.models.omni_tensors import CONSTANTS, MODULES, rows, symbol_sizes
@@ -44,7 +46,7 @@ _MODULE = {
 #: Constant -> Megatron's name. No module has it, so a load leaves it alone.
 _CONSTANTS = {
     name: _MODULE[f"{'vision' if name.startswith('vision') else 'sound'} encoder"]
-    + name.removeprefix("vision_model.radio_model.").removeprefix("sound_encoder.encoder.")
+    + name.removeprefix("vision_model.").removeprefix("radio_model.").removeprefix("sound_encoder.encoder.")
     for name in CONSTANTS
 }
 #: The only tensor of integers.
@@ -96,12 +98,27 @@ def constants_of(tensors: Mapping[str, SourceTensor]) -> dict[str, SourceTensor]
     return {hf: tensors[name] for hf, name in names.items() if name in tensors}
 
 
+def language_of(source: TensorSource) -> TensorSource:
+    """The language model's tensors under its own names; any tensors of a model without encoders."""
+    inside = [name for name in source.tensors if name.startswith(LANGUAGE)]
+    return Selected(source, {name.removeprefix(LANGUAGE): name for name in inside or source.tensors})
+
+
+def with_language(language: TensorSource, whole: TensorSource) -> TensorSource:
+    """The tensors of a model with encoders, with another language model inside."""
+    rest = {name: name for name in whole.tensors if not name.startswith(LANGUAGE)}
+    renamed = Selected(language, {LANGUAGE + name: name for name in language.tensors})
+    return Joined(renamed, Selected(whole, rest))
+
+
 def check(config: OmniConfig, expected: Mapping[str, Shape], shapes: Mapping[str, Shape]) -> None:
     """Check that a checkpoint contains exactly the expected tensors."""
     hint = ""
     missing = [name for name in expected if name not in shapes]
     if missing and len(missing) == sum(not name.startswith(LANGUAGE) for name in expected):
         hint = ": it has no encoder at all, though its configuration states them: is it a language model?"
+    if missing and all(name.startswith(f"{LANGUAGE}mtp.") for name in missing):
+        hint = ": all are of MTP, which transformers never saves: --mtp-from DIR takes it from the original"
     inventory.check_shapes(config.name, expected, shapes, hint)
 
 

@@ -59,9 +59,7 @@ def in_place(
                 f"--into {base.folder}: {LANGUAGE + name} is {before.dtype} {list(before.shape)} there, "
                 f"{tensor.dtype} {list(tensor.shape)} is put in: give --dtype, or another model"
             )
-    renamed = Selected(view, {LANGUAGE + name: name for name in view.tensors})
-    rest = {name: name for name in stored.tensors if not name.startswith(LANGUAGE)}
-    return Joined(renamed, Selected(stored, rest)), base.omni.but(language=opened.config)
+    return omni_inventory.with_language(view, stored), base.omni.but(language=opened.config)
 
 
 def with_other_tensors(

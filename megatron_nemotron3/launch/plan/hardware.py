@@ -22,7 +22,7 @@ class GPU:
 
     memory: bytes. bf16, fp8, fp4: operations per second of matrix products (fp4: None without FP4 units);
     vector: of FP32 outside them. hbm: bytes per second. nvlink, network: bytes per second that one GPU sends.
-    nvlink_domain: GPUs connected by NVLink. capability: CUDA compute capability.
+    nvlink_domain: GPUs connected by NVLink. capability: CUDA compute capability; None: no format is refused.
     """
 
     name: str
@@ -35,7 +35,7 @@ class GPU:
     nvlink: float
     network: float
     nvlink_domain: int
-    capability: tuple[int, int]
+    capability: tuple[int, int] | None
     source: str
 
     def flops(self, format: str) -> float:
@@ -46,12 +46,13 @@ class GPU:
         if format not in FORMATS:
             return {"bf16": self.bf16, "fp32": self.bf16 / 2}[format]
         peak = self.fp4 if FORMATS[format].kind == "fp4" else self.fp8
-        if peak is None or not FORMATS[format].runs_on(self.capability):
+        if self.capability and (peak is None or not FORMATS[format].runs_on(self.capability)):
             raise ValueError(
                 f"{self.name} (compute capability {capability_text(self.capability)}) has no {format} units: "
                 f"use --precision {either(runnable(self.capability))}, or a GPU of compute capability "
                 f"{FORMATS[format].needs}"
             )
+        assert peak is not None
         return peak
 
 
@@ -65,6 +66,8 @@ _DATA_SHEETS = (
     ("b300",  270, 2250.0, 4500.0, 13500, 75,  7.7, 900, 100,  8, (10, 3), "HGX B300"),
     ("gb200", 186, 2500.0, 5000.0, 10000, 80,  8.0, 900,  50, 72, (10, 0), "GB200 NVL72"),
     ("gb300", 279, 2500.0, 5000.0, 15000, 80,  8.0, 900, 100, 72, (10, 3), "GB300 NVL72"),
+    # Preliminary: NVIDIA's page and blog of the platform; FP4 is the rate of training.
+    ("vr200", 287, 4000.0, 17500.0, 35000, 130, 22.0, 1800, 200, 72, None, "Vera Rubin NVL72"),
 )
 # fmt: on
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.launch import Launch, ParallelLayout, TrainingSchedule
+from megatron_nemotron3.launch.plan.flops import step_flops
 from megatron_nemotron3.models import get
 
 SEQUENCE = 8192
@@ -20,7 +21,8 @@ class PublishedRun:
 
     tokens: a second and GPU. memory: GiB that torch had allocated at most, or None. natural: real data and
     routing as the model learns it; the others have mock data and forced balanced routing. functional: a run
-    that verifies that training works and sets options that slow it down.
+    that verifies that training works and sets options that slow it down. later: published after the constants
+    of the plan were fitted.
     """
 
     model: str
@@ -40,6 +42,7 @@ class PublishedRun:
     memory: float | None = None
     natural: bool = False
     functional: bool = False
+    later: bool = False
 
     @property
     def layout(self) -> ParallelLayout:
@@ -73,8 +76,10 @@ def _expanded(text: str | list[str]) -> str:
 
 
 def _run(row: Mapping[str, Any]) -> PublishedRun:
-    fields = {name: value for name, value in row.items() if name not in ("about", "milliseconds")}
+    fields = {n: value for n, value in row.items() if n not in ("about", "milliseconds", "teraflops")}
     fields["options"] = _expanded(row["options"])
+    if "teraflops" in row:
+        fields["tokens"] = row["teraflops"] * 1e12 / step_flops(get(row["model"]), 1, SEQUENCE)
     if "milliseconds" in row:
         tokens = row["global_batch_size"] * row.get("seq_length", SEQUENCE)
         fields["tokens"] = tokens / row["gpus"] / row["milliseconds"] * 1e3

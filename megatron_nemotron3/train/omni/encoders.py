@@ -54,6 +54,8 @@ class VisionEncoder(RadioModel):
             draw_weights(self)
         self.sizes = sizes
         self.make_preprocessor_external()
+        size, epsilon = sizes.hidden_size, sizes.layernorm_epsilon
+        self.final_layernorm = nn.LayerNorm(size, epsilon) if sizes.final_layernorm else nn.Identity()
         for layer in self.encoder.layer:
             layer.layer_scale1 = layer.layer_scale2 = nn.Identity()
         self.register_buffer("summary_idxs", self.summary_idxs, persistent=False)
@@ -138,7 +140,7 @@ class VisionEncoder(RadioModel):
     def _merged(self, features: Tensor, height: int, width: int) -> Tensor:
         """Join m x m patches: [n, height * width, h] -> [n * rows, m * m * h], channels in RADIO's order."""
         n, m = features.shape[0], self.sizes.merged_patches
-        cut = features.view(n, height // m, m, width // m, m, -1)
+        cut = self.final_layernorm(features).view(n, height // m, m, width // m, m, -1)
         return cut.permute(0, 1, 3, 2, 4, 5).reshape(-1, self.sizes.merged_size)
 
 

@@ -58,6 +58,8 @@ PARTS = (LANGUAGE, VISION, "vision-projector", SOUND, "sound-projector")
 
 def hybrid_spec(config: Any, at: ProcessGroupCollection | None) -> ModuleSpec:
     """The module of a `HybridModelConfig`; `at`: this rank's groups, None on a rank without it."""
+    if "/" in config.hybrid_layer_pattern:
+        raise ValueError(f"{config.hybrid_layer_pattern}: Megatron's MIMO model trains no MTP: leave it out")
     if at is None:
         return ModuleSpec(module=HybridModel, params={"config": config.transformer})
     return ModuleSpec(

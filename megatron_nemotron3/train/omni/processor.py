@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from megatron_nemotron3.models.omni import OmniConfig
+from megatron_nemotron3.models.omni import OmniConfig, Sound
 from megatron_nemotron3.train.data.tokenizer import read_tokenizer, train_tokenizer
 from megatron_nemotron3.train.omni.media import MediaError, VideoSize, missing
 
@@ -64,7 +64,7 @@ def make_processor(
 
     if isinstance(tokenizer, (str, os.PathLike)):
         tokenizer = read_tokenizer(tokenizer)
-    vision, sound = config.vision, config.sound
+    vision, sound = config.vision, config.sound or Sound()  # transformers requires the extractor
     part = (vision.max_image_size / POSITIONS) ** 2
     least, most = image_patches or (round(IMAGE_PATCHES[0] * part), round(IMAGE_PATCHES[1] * part))
     sizes = {"patch_size": vision.patch_size, "downsample_ratio": 1 / vision.merged_patches}
@@ -83,9 +83,9 @@ def make_processor(
             **sizes,
         ),
         tokenizer=tokenizer,
-        feature_extractor=ParakeetFeatureExtractor(feature_size=sound.mel_bins) if sound else None,
+        feature_extractor=ParakeetFeatureExtractor(feature_size=sound.mel_bins),
         chat_template=tokenizer.chat_template,
-        audio_subsampling_factor=sound.subsampling_factor if sound else 8,
+        audio_subsampling_factor=sound.subsampling_factor,
         video_temporal_patch_dim=vision.temporal_patch_size,
     )
     check_processor(processor, config)

@@ -17,7 +17,7 @@ from megatron_nemotron3.checkpoints.convert.omni_config import omni_config
 from megatron_nemotron3.checkpoints.metadata import read_metadata
 from megatron_nemotron3.checkpoints.state import common_state, stored_arguments
 from megatron_nemotron3.models.omni import ARGUMENT, NANO_OMNI, tiny, with_encoders
-from megatron_nemotron3.models.omni_tensors import CONSTANTS, released_tensors
+from megatron_nemotron3.models.omni_tensors import released_tensors
 from megatron_nemotron3.proof.certify.ranks import run_distributed
 from tests.support import omni_checkpoints as folders
 from tests.support import parity
@@ -67,7 +67,7 @@ def test_the_inventory_is_what_transformers_saves(place: Path) -> None:
 def test_the_inventory_of_the_release() -> None:
     """7,349 tensors, of which 4 are constants (Megatron-Bridge's card of the released checkpoint)."""
     found = {tensor.name: tensor.dtype for tensor in omni_tensors(NANO_OMNI)}
-    assert len(found) + len(CONSTANTS) == 7349 == released_tensors(NANO_OMNI)
+    assert len(found) + 4 == 7349 == released_tensors(NANO_OMNI)
     # The card counts 7,300 in BF16 and 25 in FP32: two constants are in each.
     assert Counter(found.values()) == {"bfloat16": 7298, "float32": 23, "int64": 24}
 

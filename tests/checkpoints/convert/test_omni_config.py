@@ -143,7 +143,6 @@ def test_pruning_is_told() -> None:
         ("", {"downsample_ratio": 0.3}, "downsample_ratio=0.3: give"),
         ("", {"ps_version": "v1"}, "ps_version='v1' cannot be built"),
         ("", {"video_temporal_patch_size": 4}, "video_temporal_patch_size=4, but vision_config has 2"),
-        ("text_config", {"num_nextn_predict_layers": 1}, "MTP"),
         ("text_config", {"n_routed_experts": None}, "no n_routed_experts"),
         ("vision_config", {"window": 7}, "1 unknown keys: vision_config.window"),
         ("vision_config", {"use_swiglu_ffn": True}, "use_swiglu_ffn=True cannot be built"),

@@ -120,6 +120,18 @@ def test_gpus(capability: list[int], architectures: list[str], level: str) -> No
         assert f"sm_{capability[0]}{capability[1]}" in found["gpu"].cure
 
 
+@pytest.mark.parametrize(
+    ("version", "warned"), [([2, 30, 5], True), ([2, 30, 4], False), ([2, 28, 9], False)]
+)
+def test_nccl(version: list[int], warned: bool) -> None:
+    """All-to-alls of experts over SPCX: the finding names both ways around it."""
+    found = {f.subject: f for f in judge({**answer([10, 0], ["sm_100"]), "nccl": version})}
+    assert ("nccl" in found) == warned
+    if warned:
+        assert found["nccl"].level == "warning" and "NCCL_NET_PLUGIN=none" in found["nccl"].cure
+        assert "hybridep" in found["nccl"].cure
+
+
 def test_a_product_that_fails_does_not_hide_what_is_missing() -> None:
     """Without binary code for the GPU every product fails; the architectures say why."""
     failing = {"problem": "CUDA error: no kernel image is available for execution on the device"}

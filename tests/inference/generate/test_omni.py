@@ -107,6 +107,22 @@ def greedy(omni: OmniFolder, ids: torch.Tensor, **given: Any) -> list[int]:
     return tokens
 
 
+def test_super_vl(tmp_path: Path, capsys: Capture) -> None:
+    """Pictures before the text of a model that has MTP; drafts are for texts alone, and change nothing."""
+    folder = make(tmp_path, name="super-vl")
+    text = "what <image> is it? <image>"
+    expected = theirs(folder, text, images=folder.images)
+    asked = [folder.folder, "--max-new-tokens", NEW]
+    words = ["--image", folder.images[0], "--image", folder.images[1], "--prompt", text]
+    [found] = run(capsys, *asked, *words)
+    assert found["tokens"] == expected
+    [plain], [drafted] = (run(capsys, *asked, "--prompt", "who?", *draft) for draft in ([], ["--draft", 2]))
+    assert drafted == plain
+    assert "MTP does not see media" in refused(capsys, *asked, *words, "--draft", 2)
+    heard = ["--audio", folder.sounds[0], "--prompt", "<so_embedding>"]
+    assert "super-vl" in (message := refused(capsys, *asked, *heard)) and "sound" in message, message
+
+
 def test_a_mixture(omni: OmniFolder, capsys: Capture) -> None:
     """Two pictures around a sound; the tokens depend on all three."""
     text = "what <image> is <so_embedding> it? <image>"

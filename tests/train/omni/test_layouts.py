@@ -25,6 +25,13 @@ QUICK = [
     Case("tp=2", "dp=2", "tp=2", ep=2),
     Case("tp=1,offset=1", "tp=1", "tp=1"),
 ]
+#: Layouts of Super VL, whose only encoder ends with a norm, on four ranks.
+SUPER_VL = [
+    Case("tp=2,dp=2", "dp=4", "", ep=4),
+    Case("tp=2,cp=2", "tp=2,dp=2", ""),
+    Case("tp=2,offset=2", "dp=2", "", ep=2),
+    Case("cp=2,offset=2", "dp=2", "", feed=True, frozen=("vision",)),
+]
 WORLDS: dict[str, tuple[int, list[Case]]] = {
     "shared-2": (
         2,
@@ -74,14 +81,14 @@ WORLDS: dict[str, tuple[int, list[Case]]] = {
 
 
 @functools.cache
-def reference() -> dict[str, Any]:
+def reference(sound: bool) -> dict[str, Any]:
     """One process; `weights` are those that all layouts start from."""
-    (one,) = run_distributed(step, 1, Case("tp=1", "tp=1", "tp=1", feed=False))
+    (one,) = run_distributed(step, 1, Case("tp=1", "tp=1", "tp=1" if sound else "", feed=False))
     return one | {what: gather([one[what]]) for what in ("gradients", "biases")}
 
 
 def check(world: int, cases: list[Case]) -> None:
-    one = reference()
+    one = reference(bool(cases[0].sound))
     ranks = run_distributed(steps, world, cases, one["weights"], timeout=500)
     for number, case in enumerate(cases):
         results = [rank[number] for rank in ranks]
@@ -114,6 +121,11 @@ def compare(case: Case, found: Tensors, expected: Tensors) -> None:
 
 def test_a_step_equals_that_of_one_process() -> None:
     check(2, QUICK)
+
+
+@pytest.mark.full
+def test_super_vl() -> None:
+    check(4, SUPER_VL)
 
 
 @pytest.mark.full
