@@ -24,21 +24,21 @@ PACKAGE = ROOT / NAME
 #: Room -> lines that it may have, in the order of imports.
 ROOMS = {
     "common": 3070,
-    "models": 3420,
+    "models": 3453,
     "cpu": 1070,
     "precision": 4353,
     "layers": 4358,
-    "checkpoints": 12028,
-    "launch": 10690,
+    "checkpoints": 12066,
+    "launch": 10702,
     "boundary": 4340,
-    "train": 10144,
+    "train": 10148,
     "specs": 260,
     "inference": 5840,
     "post_training": 5855,
     "run": 360,
     "proof": 9425,
     "bridge": 340,
-    "cli": 1305,
+    "cli": 1310,
 }
 #: A room may be this much smaller than its budget before the budget must fall, as a share.
 SLACK = 0.03
