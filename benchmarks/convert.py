@@ -35,9 +35,10 @@ from common import MIB, ROOT, machine, parser, seconds, show
 from process_tree import idle, watch
 
 from megatron_nemotron3.checkpoints.convert import inventory, to_hf
-from megatron_nemotron3.checkpoints.convert.job import MANIFEST, Job, run
+from megatron_nemotron3.checkpoints.convert.job import Job, run
 from megatron_nemotron3.checkpoints.convert.plan import Slices, extent, whole
 from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource
+from megatron_nemotron3.checkpoints.folders import MANIFEST
 from megatron_nemotron3.models import Nemotron3Config, get
 
 PATTERN = "MEMEME*"

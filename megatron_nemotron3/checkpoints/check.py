@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.checkpoints.folders import (
+    MANIFEST,
     RELEASE,
     TRACKER,
     checkpoint_path,
@@ -81,8 +82,6 @@ def check(folder: Path, *, full: bool = False, workers: int = 4, notes: bool = F
     If there are several checkpoints, all get the structural check, and `full` reads the one that the tracker
     names. `notes`: also say what was lost before, for which torch is imported.
     """
-    from megatron_nemotron3.checkpoints.convert.job import MANIFEST
-
     found = locate(folder)
     if found.kind == "hugging face":
         raise ValueError(f"{folder}: it is a Hugging Face folder, not Megatron's")
@@ -108,7 +107,6 @@ def _check_hugging_face(folder: Path, full: bool, workers: int) -> int:
     from megatron_nemotron3.checkpoints.convert.checkpoints import open_hugging_face
     from megatron_nemotron3.checkpoints.convert.config_keys import QUANTIZATION
     from megatron_nemotron3.checkpoints.convert.hf_folder import open_hf, read_config
-    from megatron_nemotron3.checkpoints.convert.job import MANIFEST
     from megatron_nemotron3.checkpoints.convert.opened import (
         checkpoint_facts,
         checkpoint_line,

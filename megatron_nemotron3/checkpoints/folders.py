@@ -30,6 +30,8 @@ TOKENIZER = "tokenizer"
 HUGGING_FACE = "hugging_face"
 #: Folder of the checkpoints in the output folder of `nemotron3 train`.
 CHECKPOINTS = "checkpoints"
+#: File beside what a conversion wrote: its files, and a CRC32 of each.
+MANIFEST = "nemotron3_manifest.json"
 #: Files of a Hugging Face folder.
 HF_CONFIG, HF_INDEX, HF_SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 _ITERATION = re.compile(r"iter_(\d{7,})")

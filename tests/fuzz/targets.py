@@ -20,12 +20,13 @@ from megatron_nemotron3.checkpoints.convert import conversion, from_hf, to_hf, v
 from megatron_nemotron3.checkpoints.convert.checkpoints import open_hugging_face, open_megatron
 from megatron_nemotron3.checkpoints.convert.hf_folder import read_safetensors_header, safetensors_header
 from megatron_nemotron3.checkpoints.convert.inventory import mappings
-from megatron_nemotron3.checkpoints.convert.job import JOURNAL, MANIFEST, run
+from megatron_nemotron3.checkpoints.convert.job import JOURNAL, run
 from megatron_nemotron3.checkpoints.convert.origin import copied_files
 from megatron_nemotron3.checkpoints.convert.peft import open_peft
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.checkpoints.convert.streams import FilePlan, OutputFile, write_parts
 from megatron_nemotron3.checkpoints.convert.views import Converted
+from megatron_nemotron3.checkpoints.folders import MANIFEST
 from megatron_nemotron3.checkpoints.metadata import explained, read_metadata
 from megatron_nemotron3.checkpoints.read import MappedFile, chunk_layout
 from megatron_nemotron3.models import get, tiny

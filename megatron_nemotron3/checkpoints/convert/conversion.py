@@ -20,7 +20,7 @@ from megatron_nemotron3.checkpoints.convert.adapter_options import (
 )
 from megatron_nemotron3.checkpoints.convert.checkpoints import open_hugging_face, open_megatron
 from megatron_nemotron3.checkpoints.convert.hf_folder import CONFIG
-from megatron_nemotron3.checkpoints.convert.job import MANIFEST, Job, check_target, partial_of, run
+from megatron_nemotron3.checkpoints.convert.job import Job, check_target, partial_of, run
 from megatron_nemotron3.checkpoints.convert.job_options import (
     ConvertOptions,
     FromHfOptions,
@@ -51,7 +51,7 @@ from megatron_nemotron3.checkpoints.convert.streams import FilePlan
 from megatron_nemotron3.checkpoints.convert.upload import check_url, upload
 from megatron_nemotron3.checkpoints.convert.verify import require_manifest
 from megatron_nemotron3.checkpoints.convert.views import Cast, Converted, Joined
-from megatron_nemotron3.checkpoints.folders import free_bytes, locate
+from megatron_nemotron3.checkpoints.folders import MANIFEST, free_bytes, locate
 from megatron_nemotron3.checkpoints.hub import push, require_hub
 from megatron_nemotron3.checkpoints.metadata import count_elements, elements_text
 from megatron_nemotron3.checkpoints.remote import shown

@@ -22,7 +22,7 @@ from typing import Any
 from megatron_nemotron3.checkpoints.convert.hf_folder import CONFIG, INDEX
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.checkpoints.convert.streams import FilePlan, write
-from megatron_nemotron3.checkpoints.folders import free_bytes
+from megatron_nemotron3.checkpoints.folders import MANIFEST, free_bytes
 from megatron_nemotron3.checkpoints.metadata import COMMON, CheckpointError
 from megatron_nemotron3.checkpoints.metadata import INDEX as MEGATRON_INDEX
 from megatron_nemotron3.checkpoints.structure import CONFIG as MEGATRON_CONFIG
@@ -38,7 +38,6 @@ from megatron_nemotron3.common.files import (
 from megatron_nemotron3.common.processes import parallel_map
 
 JOURNAL = "journal.jsonl"
-MANIFEST = "nemotron3_manifest.json"
 #: Files of a source that say what its tensors are.
 _METADATA = (CONFIG, INDEX, MEGATRON_INDEX, MEGATRON_CONFIG, COMMON)
 #: Errors of a full disk, a full quota, and a file that is longer than the process may write.

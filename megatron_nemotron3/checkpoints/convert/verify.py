@@ -16,7 +16,6 @@ from megatron_nemotron3.checkpoints.convert.checkpoints import open_checkpoint
 from megatron_nemotron3.checkpoints.convert.config_keys import QUANTIZATION
 from megatron_nemotron3.checkpoints.convert.hf_folder import read_config
 from megatron_nemotron3.checkpoints.convert.inventory import WEIGHT_TYPES
-from megatron_nemotron3.checkpoints.convert.job import MANIFEST
 from megatron_nemotron3.checkpoints.convert.opened import (
     bias_notes,
     checkpoint_facts,
@@ -28,7 +27,7 @@ from megatron_nemotron3.checkpoints.convert.opened import (
 from megatron_nemotron3.checkpoints.convert.plan import bands, whole
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource, raw
 from megatron_nemotron3.checkpoints.convert.streams import BAND
-from megatron_nemotron3.checkpoints.folders import is_hugging_face
+from megatron_nemotron3.checkpoints.folders import MANIFEST, is_hugging_face
 from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, CheckpointError, explained, read_json
 from megatron_nemotron3.checkpoints.read import MappedFile
 from megatron_nemotron3.checkpoints.remote import shown

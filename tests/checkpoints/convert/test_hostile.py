@@ -26,7 +26,8 @@ import torch
 
 from megatron_nemotron3 import cli
 from megatron_nemotron3.checkpoints.convert.hf_folder import safetensors_header
-from megatron_nemotron3.checkpoints.convert.job import JOURNAL, MANIFEST, partial_of
+from megatron_nemotron3.checkpoints.convert.job import JOURNAL, partial_of
+from megatron_nemotron3.checkpoints.folders import MANIFEST
 from megatron_nemotron3.models import get, tiny
 from tests.support.hf_folders import write_hf
 

@@ -26,10 +26,11 @@ from hypothesis import strategies as st
 from megatron_nemotron3 import cli
 from megatron_nemotron3.checkpoints.convert import conversion, streams
 from megatron_nemotron3.checkpoints.convert import job as job_module
-from megatron_nemotron3.checkpoints.convert.job import JOURNAL, MANIFEST, JobProgress, partial_of, run
+from megatron_nemotron3.checkpoints.convert.job import JOURNAL, JobProgress, partial_of, run
 from megatron_nemotron3.checkpoints.convert.plan import Slices, whole
 from megatron_nemotron3.checkpoints.convert.streams import FilePlan, OutputFile, Part, as_bytes, write
 from megatron_nemotron3.checkpoints.convert.views import InMemory
+from megatron_nemotron3.checkpoints.folders import MANIFEST
 from megatron_nemotron3.checkpoints.metadata import CheckpointError
 from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.models.command import StoredModelOptions
