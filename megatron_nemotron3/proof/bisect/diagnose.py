@@ -38,6 +38,10 @@ from megatron_nemotron3.proof.bisect.recording import Recording
 from megatron_nemotron3.proof.bisect.structure import states
 from megatron_nemotron3.proof.bisect.weights import neighbours, stale_causes
 
+#: Layers of a smaller hidden size run in one thread: threads that share processors with other programs wait
+#: for each other at every small product, and two took 15 times as long as one.
+_ONE_THREAD = 1024
+
 
 def cause_table(config: Nemotron3Config) -> list[Cause]:
     """Return all causes that are tried first, but for those of an older checkpoint."""
@@ -82,8 +86,14 @@ class Investigation:
         return old
 
     def compare(self, trainer: Recording, engine: Recording) -> Diagnosis:
-        self.hypotheses(engine).prepare(engine.dtype, trainer.dtype)
-        sides = [self.side("engine", engine), self.side("trainer", trainer)]
+        threads = torch.get_num_threads()
+        if self.model.config.hidden_size < _ONE_THREAD:
+            torch.set_num_threads(1)
+        try:
+            self.hypotheses(engine).prepare(engine.dtype, trainer.dtype)
+            sides = [self.side("engine", engine), self.side("trainer", trainer)]
+        finally:
+            torch.set_num_threads(threads)
         return Diagnosis(sides[1], sides[0], self.model.config.pattern)
 
     def side(self, name: str, recording: Recording) -> Side:

@@ -232,6 +232,22 @@ def test_what_enters_the_first_layer_is_not_called_its_fault() -> None:
     assert "layer 0 (Mamba), or the tokens and embeddings that enter it" in "\n".join(found.lines())
 
 
+@pytest.mark.parametrize(("width", "inside"), [(64, 1), (4096, 2)])
+def test_small_layers_run_in_one_thread(monkeypatch: pytest.MonkeyPatch, width: int, inside: int) -> None:
+    before, seen = torch.get_num_threads(), list[int]()
+    by = Investigation(plain().model, None, [])
+    monkeypatch.setattr(by.model, "config", by.model.config.but(hidden_size=width))
+    monkeypatch.setattr(by, "side", lambda name, recording: seen.append(torch.get_num_threads()))
+    monkeypatch.setattr(by, "hypotheses", lambda recording: by)
+    monkeypatch.setattr(by, "prepare", lambda *dtypes: None, raising=False)
+    torch.set_num_threads(2)
+    try:
+        by.compare(*[recorded(healthy_engine(), FP32)] * 2)
+        assert seen == [inside, inside] and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_window_of_any_size_is_read_from_the_tokens() -> None:
     def window(old: Any, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **given: Any) -> Any:
         far = torch.full((q.shape[-2],) * 2, -torch.inf).tril_(-37)
