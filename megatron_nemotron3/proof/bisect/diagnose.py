@@ -15,32 +15,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.common.output import Bar
-from megatron_nemotron3.proof.bisect.causes import LAYERS, Cause, model_causes, stale_causes
-from megatron_nemotron3.proof.bisect.causes_experts import expert_causes
-from megatron_nemotron3.proof.bisect.causes_mixers import attention_causes, mamba_causes
-from megatron_nemotron3.proof.bisect.changes import listed, neighbours, residuals
+from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.proof.bisect.causes import LAYERS, Cause
+from megatron_nemotron3.proof.bisect.chains import chains
+from megatron_nemotron3.proof.bisect.changes import changes_first
 from megatron_nemotron3.proof.bisect.evidence import ENOUGH, NOTHING, ROUNDED, Evidence, Trial, best
-from megatron_nemotron3.proof.bisect.factors import factors
 from megatron_nemotron3.proof.bisect.findings import LIMIT, CauseExplanation, Diagnosis, Side
-from megatron_nemotron3.proof.bisect.hypotheses import Hypotheses, SequenceRun
-from megatron_nemotron3.proof.bisect.located import LayerSegment, first_router, first_segment
+from megatron_nemotron3.proof.bisect.fits import factors
+from megatron_nemotron3.proof.bisect.hypotheses import Hypotheses, Place, SequenceRun, trials
+from megatron_nemotron3.proof.bisect.listed import attention_causes, expert_causes, model_causes, of_experts
+from megatron_nemotron3.proof.bisect.located import first_router, first_segment
 from megatron_nemotron3.proof.bisect.quantities import QUANTITIES
 from megatron_nemotron3.proof.bisect.recompute import Recomputation
 from megatron_nemotron3.proof.bisect.recording import Recording
+from megatron_nemotron3.proof.bisect.structure import states
+from megatron_nemotron3.proof.bisect.weights import neighbours, stale_causes
 
-#: A cause, and the layers in which it is tried.
-_Place = tuple[Cause, tuple[int, ...]]
+#: Layers of a smaller hidden size run in one thread: threads that share processors with other programs wait
+#: for each other at every small product, and two took 15 times as long as one.
+_ONE_THREAD = 1024
 
 
-def cause_table() -> list[Cause]:
-    """Return all causes that are tried, but for those of an older checkpoint."""
-    return [*mamba_causes(), *attention_causes(), *expert_causes(), *model_causes()]
+def cause_table(config: Nemotron3Config) -> list[Cause]:
+    """Return all causes that are tried first, but for those of an older checkpoint."""
+    layers = states(), changes_first(config), chains(), attention_causes(), expert_causes()
+    return [*chain(*layers), *model_causes(), *neighbours()]
 
 
 class Investigation:
@@ -61,7 +67,8 @@ class Investigation:
         echo: Callable[[str], Any] = lambda line: None,
     ) -> None:
         self.model, self.previous, self.echo = model, previous, echo
-        self.causes, self.general = list(cause_table() if causes is None else causes), causes is None
+        self.causes = list(cause_table(model.config) if causes is None else causes)
+        self.general = causes is None
         if previous is not None:
             self.causes += stale_causes(previous)
         self._hypotheses: Hypotheses | None = None
@@ -79,8 +86,14 @@ class Investigation:
         return old
 
     def compare(self, trainer: Recording, engine: Recording) -> Diagnosis:
-        self.hypotheses(engine).prepare(engine.dtype, trainer.dtype)
-        sides = [self.side("engine", engine), self.side("trainer", trainer)]
+        threads = torch.get_num_threads()
+        if self.model.config.hidden_size < _ONE_THREAD:
+            torch.set_num_threads(1)
+        try:
+            self.hypotheses(engine).prepare(engine.dtype, trainer.dtype)
+            sides = [self.side("engine", engine), self.side("trainer", trainer)]
+        finally:
+            torch.set_num_threads(threads)
         return Diagnosis(sides[1], sides[0], self.model.config.pattern)
 
     def side(self, name: str, recording: Recording) -> Side:
@@ -99,8 +112,7 @@ class Investigation:
         if segment is None and side.noise <= LIMIT:
             side.deviates = side.mtp_only = not side.mtp_noise <= LIMIT
             if mtp is not None and side.mtp_only:
-                trials = self._trials_of_mtp(name, hypotheses, recording)
-                side.explanations = best(mtp.explained(trials))
+                side.explanations = best(mtp.explained(self._trials_of_mtp(name, hypotheses, recording)))
             return side
         side.deviates, side.searched = True, bool(self.causes)
         side.routed = first_router(hypotheses, recording)
@@ -110,22 +122,22 @@ class Investigation:
             side.explanations = self._explained(side, hypotheses, recording, evidence)
             if side.explanations:
                 side.layer = min(side.explanations[0].layers, default=None)
-            elif evidence.closest[1]:
-                side.known = [evidence.nearest()]
             return side
         side.position, side.experts = segment.evidence.position(), segment.experts()
         self._say_first(side)
-        causes = [*self.causes, *segment.causes(side.experts, self.previous)]
+        causes = [*self.causes, *of_experts(side.experts, self.previous)]
         found = best(segment.evidence.explained(segment.trials(causes)))
-        for more, trials in self._more(segment):
-            if found and _enough(found[0]):
+        for more, search in (("factors", segment.factors), ("changes", segment.changes)):
+            if not self.general or (found and _enough(found[0])):
                 break
-            self.echo(f"{name}: trying {more}")
-            for trial in trials:
+            self.echo(f"{name}: trying {more} of its quantities")
+            for trial in search():
                 explained = segment.evidence.explained([trial])
+                if not segment.evidence.everywhere(trial[0], trial[2]):
+                    continue
                 causes += [trial[0]] if explained else []
                 found = best([*((one.after, one) for one in found), *explained])
-                if explained and _enough(explained[0][1]):
+                if explained and _enough(found[0]):
                     break
         by_name = {cause.name: cause for cause in causes}
         whole = []
@@ -134,21 +146,14 @@ class Investigation:
             rows = hypotheses.logprobs(by_name[one.cause], wide.layers)
             rest = 0.0 if rows is None else evidence.rest(by_name[one.cause], _scored(recording, rows))
             whole.append((rest, wide))
-        # Of causes that explain the layer as well, first those that explain the end, too.
-        whole.sort(key=lambda pair: pair[0] > 0)
+        # Of causes that explain the layer as well, those that explain the end, too.
+        whole = [pair for pair in whole if not pair[0]] or whole
         side.rest, side.explanations = whole[0][0] if whole else 0.0, [wide for _, wide in whole]
         side.known = [] if found else segment.known()
         side.entering = segment.first == 0 and not (found and found[0].layers)
         if segment.stop - segment.first == 1 and not (found and side.entering):
             side.layer, side.exactly = segment.first, True
         return side
-
-    def _more(self, segment: LayerSegment) -> Iterator[tuple[str, Iterator[Trial]]]:
-        """What is tried where no cause of the list explains a layer, the simplest first."""
-        if self.general:
-            yield "factors of its quantities", segment.factors()
-            changes = [*listed(self.model.config, segment.first_token()), *residuals(), *neighbours()]
-            yield "changes of its quantities", segment.trials(changes)
 
     def _say_first(self, side: Side) -> None:
         """What is known before the search for the cause, which may take long."""
@@ -163,40 +168,24 @@ class Investigation:
         if not (self.causes and evidence.finite):  # else nothing explains it
             return []
         stop = self.model.depth + 1 if side.routed is None else side.routed + 1
-        before, found = evidence.size(), []
+        before, found, first = evidence.size(), [], [one for one in self.causes if not one.located]
 
-        def places(alone: bool) -> Iterator[_Place]:
-            for cause in self.causes:
-                if cause.located:
-                    continue
-                last = cause.layer is None and not cause.moves and cause.token is None and not cause.joined
-                for number, scope in enumerate(hypotheses.scopes(cause)):
-                    begin = min(scope, default=self.model.depth if last else 0)
-                    if (number > 0 and len(scope) == 1) == alone and begin < stop:
-                        yield cause, scope
+        def scopes(cause: Cause, alone: bool) -> Iterator[tuple[int, ...]]:
+            last = not (cause.layer or cause.embed or cause.joined) and cause.token is None
+            for number, scope in enumerate(hypotheses.scopes(cause)):
+                begin = min(scope, default=self.model.depth if last else 0)
+                if (number > 0 and len(scope) == 1) == alone and begin < stop:
+                    yield scope
 
-        def trials(tried: Sequence[_Place]) -> Iterator[Trial]:
-            with Bar(side.name, "trials", len(tried)) as bar:
-                for cause, scope in tried:
-                    rows = hypotheses.logprobs(cause, scope)
-                    if rows is not None:
-                        yield cause, scope, _scored(recording, rows)
-                    bar.add(1)
+        def compute(cause: Cause, scope: tuple[int, ...]) -> list[Tensor] | None:
+            rows = hypotheses.logprobs(cause, scope)
+            return None if rows is None else _scored(recording, rows)
 
-        def fitted(alone: bool) -> Iterator[Trial]:
+        def fitted(alone: bool) -> Iterator[Place]:
             for one in QUANTITIES:
-                probe = one.cause("{}", lambda t, context: t)
-                for number, scope in enumerate(hypotheses.scopes(probe)):
-                    if (number > 0 and len(scope) == 1) != alone or min(scope, default=0) >= stop:
-                        continue
-
-                    def compute(cause: Cause, scope: tuple[int, ...] = scope) -> list[Tensor] | None:
-                        rows = hypotheses.logprobs(cause, scope)
-                        return None if rows is None else _scored(recording, rows)
-
-                    for cause in factors(one, "", 1, compute, evidence.found):
-                        if (rows := compute(cause)) is not None:
-                            yield cause, scope, rows
+                for scope in scopes(one.cause("{}", lambda t: t), alone):
+                    for cause in factors(one, "", 1, partial(compute, scope=scope), evidence.found):
+                        yield cause, scope
 
         # Factors in each layer before causes in each layer, which are many more.
         for alone, of_list in ((False, True), (False, False), (True, False), (True, True)):
@@ -204,11 +193,12 @@ class Investigation:
                 continue
             what = f"{len(self.causes)} causes" if of_list else "factors of every quantity"
             self.echo(f"{side.name}: trying {what} in {'each layer' if alone else 'all layers'}")
-            if of_list:
-                found += evidence.explained(trials(list(places(alone))))
-            else:
-                fits = evidence.explained(fitted(alone))
-                found += [(after, one) for after, one in fits if after <= max(ENOUGH, ROUNDED * before)]
+            places = list(
+                ((one, s) for one in first for s in scopes(one, alone)) if of_list else fitted(alone)
+            )
+            most = torch.inf if of_list else max(ENOUGH, ROUNDED * before)
+            now = evidence.explained(trials(side.name, places, compute))
+            found += [(after, one) for after, one in now if after <= most]
             if any(after <= ROUNDED * before for after, _ in found):
                 break
         return best(found)
@@ -216,24 +206,25 @@ class Investigation:
     def _trials_of_mtp(self, name: str, hypotheses: Hypotheses, recording: Recording) -> Iterator[Trial]:
         """MTP's log-probabilities with each cause in all of its layers; `name` of the side."""
         model, numbers = self.model, range(self.model.depth, len(self.model.layers))
-        tried: list[_Place] = []
+        tried: list[Place] = []
         for cause in self.causes:
             layers = tuple(n for n in numbers if cause.kind in (LAYERS, model.layers[n].part))
             if cause.mtp is not None:
                 tried.append((cause, tuple(numbers)))
             elif cause.layer is not None and layers and not cause.located and not cause.joined:
                 tried.append((cause, layers))
-        with Bar(f"{name}, MTP", "trials", len(tried)) as bar:
-            for cause, layers in tried:
-                found = []
-                for i, run in enumerate(hypotheses.plain):
-                    changes = hypotheses.changes(cause, layers, i) or {}
-                    given = run.streams[model.depth], hypotheses.ids[i][None], changes
-                    changed = changes or cause.mtp
-                    rows = model.mtp_logprobs(*given, blocks=cause.mtp) if changed else run.logprobs
-                    found.append({depth: row.view(-1) for depth, row in rows.items()})
-                yield cause, layers, _mtp_scored(recording, found)
-                bar.add(1)
+
+        def compute(cause: Cause, layers: tuple[int, ...]) -> list[Tensor]:
+            found = []
+            for i, run in enumerate(hypotheses.plain):
+                changes = hypotheses.changes(cause, layers, i) or {}
+                given = run.streams[model.depth], hypotheses.ids[i][None], changes
+                changed = changes or cause.mtp
+                rows = model.mtp_logprobs(*given, blocks=cause.mtp) if changed else run.logprobs
+                found.append({depth: row.view(-1) for depth, row in rows.items()})
+            return _mtp_scored(recording, found)
+
+        return trials(f"{name}, MTP", tried, compute)
 
 
 def _enough(one: CauseExplanation) -> bool:
@@ -270,17 +261,10 @@ def _mtp_scored(recording: Recording, rows: Sequence[Mapping[int, Tensor]]) -> l
 
 
 def _widest(
-    found: CauseExplanation,
-    cause: Cause,
-    hypotheses: Hypotheses,
-    recording: Recording,
-    evidence: Evidence,
+    found: CauseExplanation, cause: Cause, hypotheses: Hypotheses, recording: Recording, evidence: Evidence
 ) -> CauseExplanation:
     """Of the sets of layers that begin with those found, that which explains the log-probabilities best."""
     scopes = [s for s in hypotheses.scopes(cause) if s[:1] == found.layers[:1]]
-    scopes += [found.layers] if found.layers not in scopes else []
-    if len(scopes) == 1:
-        return replace(found, layers=scopes[0])
-    rows = [(scope, hypotheses.logprobs(cause, scope)) for scope in scopes]
+    rows = [(scope, hypotheses.logprobs(cause, scope)) for scope in dict.fromkeys([*scopes, found.layers])]
     sizes = [(evidence.size(_scored(recording, one)), scope) for scope, one in rows if one is not None]
     return replace(found, layers=min(sizes)[1] if sizes else found.layers)

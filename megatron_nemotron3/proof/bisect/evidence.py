@@ -34,6 +34,8 @@ ENOUGH = 1.5
 OTHERWISE_ROUNDED = 0.25
 #: Causes whose rest is at most this many times the smallest one explain a system as well.
 ALIKE = 1.25
+#: The share of tokens that a change of a quantity may leave as they are.
+FEW = 4e-3
 
 #: A cause, the layers it is in, and what the checkpoint computes with it at the place.
 Trial = tuple[Cause, tuple[int, ...], Sequence[Tensor]]
@@ -60,18 +62,11 @@ class Evidence:
         rounded = [_apart(one, plain) for one in draws]
         self._usual = [torch.stack(each).amax(0) for each in zip(*rounded, strict=True)]
         least = LEAST if found[0].dim() == 1 else 1e-7
-        #: The share of the differences that the best trial leaves, and its name.
-        self.closest = 1.0, ""
         self.noise = torch.stack([quantiles(torch.cat(one)) for one in rounded]).amax(0).clamp_min(least)
 
     @property
     def finite(self) -> bool:
         return all(bool(one.isfinite().all()) for one in self.found)
-
-    def nearest(self) -> str:
-        """Say which trial came nearest; it explains nothing."""
-        left, name = self.closest
-        return f"the nearest of the tried causes, {name}, leaves {left:.0%} of the difference"
 
     def differences(self, rows: Sequence[Tensor] | None = None) -> Tensor:
         """Of all recorded entries, one per token, from the checkpoint's or others."""
@@ -108,13 +103,18 @@ class Evidence:
         alone = distance <= LEFT or explains(cause, distance, after, before) or after <= enough * before
         return distance if self.finite and not alone else 0.0
 
+    def everywhere(self, cause: Cause, rows: Sequence[Tensor]) -> bool:
+        """Whether a cause leaves no token as wrong as it is, but for those whose router is in doubt."""
+        limits = torch.cat([STANDS_OUT * torch.maximum(one, self.noise[1]) for one in self._usual])
+        before, after = self.differences(), self.differences(rows)
+        wrong = (after > limits) & (after > ROUNDED * before)
+        return cause.rounds or int(wrong.sum()) <= FEW * len(wrong)
+
     def explained(self, trials: Iterable[Trial]) -> list[tuple[float, CauseExplanation]]:
         """The trials that leave noise, with what they leave; none where an entry is no number."""
         before, result = self.size(), []
         for cause, layers, rows in trials if self.finite else ():
             after = self.size(rows)
-            if after < self.closest[0] * before:
-                self.closest = after / before, cause.name
             if explains(cause, self.distance(rows), after, before):
                 result.append((after, CauseExplanation(cause.name, layers, before, after)))
         return result

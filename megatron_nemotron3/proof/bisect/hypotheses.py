@@ -7,34 +7,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from megatron_nemotron3.common.output import Bar
 from megatron_nemotron3.proof.bisect.causes import LAYERS, MODEL, Cause, Context
+from megatron_nemotron3.proof.bisect.evidence import Trial
+from megatron_nemotron3.proof.bisect.quantities import Quantity
 from megatron_nemotron3.proof.bisect.recompute import DRAWS, LayerStep, Noise, Recomputation, Steps, rounding
 from megatron_nemotron3.proof.bisect.recording import Sequence as Recorded
 
 #: Memory for residual streams from which causes are recomputed; with less, from an earlier layer.
 KEPT_BYTES = 2 << 30
 
+#: A cause, and the layers in which it is tried.
+Place = tuple[Cause, tuple[int, ...]]
 #: A row that runs through layers: number of the sequence, and its noise.
 Row = tuple[int, Noise | None]
 
 
 @dataclass
 class SequenceRun:
-    """What a model computes for a sequence.
+    """What a model computes for a sequence."""
 
-    Attributes:
-        streams: the residual stream [1, s, d] before some layers and after the last; with noise, none.
-        logprobs: of tokens 1 to s [s - 1] by depth 0; of MTP by depth from 1 on [s - 1 - depth].
-        experts: layer -> the selected experts [s, topk].
-    """
-
+    #: The residual stream [1, s, d] before some layers and after the last; with noise, none.
     streams: dict[int, Tensor] = field(default_factory=dict)
+    #: Of tokens 1 to s [s - 1] by depth 0; of MTP by depth from 1 on [s - 1 - depth].
     logprobs: dict[int, Tensor] = field(default_factory=dict)
+    #: Layer -> the selected experts [s, topk].
     experts: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -52,7 +54,8 @@ class Hypotheses:
         self.ids = [one.ids for one in sequences]
         self.prompts = [one.prompt for one in sequences]
         self._runs: dict[tuple[float, int], list[SequenceRun]] = {}
-        self._found: dict[tuple[str, tuple[int, ...]], list[Tensor] | None] = {}
+        self._kept: dict[tuple[str, int, int], Tensor | None] = {}
+        self._found: dict[Place, list[Tensor] | None] = {}
 
     def prepare(self, *dtypes: str) -> None:
         """Run everything that is needed for systems of these types; each weight is read once for all rows."""
@@ -95,12 +98,8 @@ class Hypotheses:
                     noise.padding = lengths[batch[-1]] - lengths[number]
             yield batch
 
-    def padded_ids(self, rows: Sequence[Row]) -> Tensor:
-        """Token ids of the rows [rows, longest]; padding at the end changes nothing before it."""
-        return padded([self.ids[i] for i, _ in rows])
-
     def _run(self, rows: Sequence[Row], runs: Sequence[SequenceRun], bar: Bar) -> None:
-        ids, noise = self.padded_ids(rows), [one for _, one in rows]
+        ids, noise = padded([self.ids[i] for i, _ in rows]), [one for _, one in rows]
         lengths, depth = [len(self.ids[i]) for i, _ in rows], self.model.depth
         # Every how many layers a stream is kept.
         each = 4 * sum(map(len, self.ids)) * self.model.config.hidden_size
@@ -126,7 +125,21 @@ class Hypotheses:
 
     def context(self, number: int, layer: int = -1) -> Context:
         before = len(self.ids[number - 1]) if number else 0
-        return Context(self.model.config, self.prompts[number], layer, before)
+        taken = partial(self._taken, number)
+        return Context(
+            self.model.config, self.prompts[number], layer, before, number, self.ids[number], taken
+        )
+
+    def _taken(self, number: int, one: Quantity, layer: int, beside: bool) -> Tensor | None:
+        """What the checkpoint computes of a quantity; None where it is not computed once, or not known."""
+        number = (number + beside) % len(self.ids)
+        if (key := (one.name, layer, number)) not in self._kept:
+            kept, x = list[Tensor](), self.plain[number].streams.get(layer)
+            keep = lambda t: (t, kept.append(t.clone()))[0]  # type: ignore[func-returns-value]  # noqa: E731
+            if x is not None and one.kind in (LAYERS, self.model.config.pattern[layer]):
+                self.model.layer(layer, x, one.steps(self.context(number, layer), keep))
+            self._kept[key] = kept[0] if len(kept) == 1 else None
+        return self._kept[key]
 
     def scopes(self, cause: Cause) -> list[tuple[int, ...]]:
         """The sets of layers in which a cause may be: all of its kind first, then each."""
@@ -157,38 +170,49 @@ class Hypotheses:
 
     def logprobs(self, cause: Cause, layers: tuple[int, ...]) -> list[Tensor] | None:
         """Log-probabilities of every sequence with a cause in some layers; None where it cannot be."""
-        key = (cause.name, layers)
-        if key not in self._found:
+        if (cause, layers) not in self._found:
             plain = [run.logprobs[0] for run in self.plain]
-            self._found[key] = self.each(lambda i: self._with(cause, layers, i), plain)
-        return self._found[key]
+            self._found[cause, layers] = self.each(lambda i: self._with(cause, layers, i), plain)
+        return self._found[cause, layers]
 
     def _with(self, cause: Cause, layers: tuple[int, ...], number: int) -> Tensor | None:
-        model, plain, ids, context = self.model, self.plain[number], self.ids[number], self.context(number)
+        model, plain = self.model, self.plain[number]
         if cause.reported is not None:
             return cause.reported(plain.logprobs[0])
-        changes = self.changes(cause, layers, number)
-        last = cause.last(context) if cause.last is not None else None
-        before = self.before(cause, number)
-        if changes is None or (cause.joined and before is None):
+        last = cause.last(self.context(number)) if cause.last is not None else None
+        start = 0 if cause.embed or cause.joined or cause.token is not None else min(layers, default=0)
+        first = max(n for n in plain.streams if n <= start)
+        x = self.stream(cause, layers, number, (first, model.depth), lambda n: self.plain[n].streams[first])
+        if x is None and last is None:
+            return None
+        return model.logprobs(plain.streams[model.depth] if x is None else x, self.ids[number][None], last)[0]
+
+    def stream(
+        self,
+        cause: Cause,
+        layers: tuple[int, ...],
+        number: int,
+        places: tuple[int, int],
+        entering: Callable[[int], Tensor | None],
+    ) -> Tensor | None:
+        """The stream behind some layers with a cause; None if it changes nothing there.
+
+        places: the first layer and the one behind the last. entering: the stream [1, s, d] of a sequence
+        before the first layer, None where it is not known.
+        """
+        model, x, changes = self.model, entering(number), self.changes(cause, layers, number)
+        before = entering(number - 1) if cause.joined and number else None
+        if cause.token is not None and not places[0]:
+            before = model.embed(torch.tensor([[cause.token]]))
+        if x is None or changes is None or (cause.joined and before is None):
             return None
         if before is not None:
-            x = self.joined(before, model.embed(ids[None]), range(model.depth), changes)
-        elif cause.moves:
-            x = cause.start(model, ids, context)
-            x = after(model.run(x, 0, changes), x)
-        elif changes or last is not None:
-            first = max(n for n in plain.streams if n <= min(changes, default=model.depth))
-            x = after(model.run(plain.streams[first], first, changes), plain.streams[first])
-        else:
+            return self.joined(before, x, range(*places), changes)
+        if cause.embed is not None and not places[0]:
+            x = model.embed(self.ids[number][None], cause.embed(self.context(number)))[:, : x.shape[1]]
+        elif not changes:
             return None
-        return model.logprobs(x, ids[None], last)[0]
-
-    def before(self, cause: Cause, number: int) -> Tensor | None:
-        """Embeddings [1, n, d] of what a cause puts before a sequence."""
-        if cause.token is not None:
-            return self.model.embed(torch.tensor([[cause.token]]))
-        return self.plain[number - 1].streams[0] if cause.joined and number else None
+        return after(model.run(x, places[0], changes, stop=places[1]), x)
 
     def joined(
         self, before: Tensor, x: Tensor, layers: Iterable[int], changes: Mapping[int, Steps]
@@ -202,6 +226,17 @@ class Hypotheses:
             else:
                 before, x = (self.model.layer(n, one).stream for one in (before, x))
         return x
+
+
+def trials(
+    name: str, places: Sequence[Place], compute: Callable[..., Sequence[Tensor] | None]
+) -> Iterator[Trial]:
+    """What follows from causes in some layers, where they can be; `name` of the bar."""
+    with Bar(name, "trials", len(places)) as bar:
+        for cause, layers in places:
+            if (rows := compute(cause, layers)) is not None:
+                yield cause, layers, rows
+            bar.add(1)
 
 
 def padded(rows: Sequence[Tensor]) -> Tensor:

@@ -1,26 +1,22 @@
-"""What a layer computes on its way: quantities of which a fault may change one.
-
-A fault that no list has is often one quantity of the layer with a simple change (`changes`), or with factors
-for some of its blocks (`factors`).
-"""
+"""What a layer computes on its way: quantities of which a fault changes one (`changes`, `fits`)."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.proof.bisect.causes import LAYERS, MODEL, Cause, Context
+from megatron_nemotron3.proof.bisect.causes import EMBEDDING, LAYERS, MODEL, Cause, Context, at_place, compose
 from megatron_nemotron3.proof.bisect.recompute import Steps
 
-#: A change of a quantity [b, s, channels], or of a weight; and one that depends on the place.
+#: A change of a quantity [b, s, channels], or of a weight.
 Change = Callable[[Tensor], Tensor]
-ChangeAt = Callable[[Tensor, Context], Tensor]
 #: Most blocks that are looked at one by one; of more, those of so many ranks.
 _BLOCKS, _RANKS = 32, 8
 #: Steps that compute a layer with a change of one quantity.
@@ -31,99 +27,100 @@ Changed = Callable[[Context, Change], Steps]
 class Quantity:
     """A tensor on the way through a layer."""
 
-    #: To follow "no" or "twice": "the gate".
-    name: str
-    #: Letter of the layers that have it, `LAYERS`, or `MODEL` for what follows the last layer.
-    kind: str
+    name: str  # to follow "no" or "twice": "the gate"
+    kind: str  # letter of the layers that have it, or as in `causes`
     steps: Changed
-    #: Whether it is [b, s, channels]; else a weight.
-    tokens: bool = True
+    tokens: bool = True  # it is [b, s, channels]; else a weight, or the numbers of what may be elsewhere
+    numbers: bool = False
     #: Name and number of its natural blocks of channels: heads, groups, experts.
-    blocks: Callable[[Nemotron3Config], tuple[str, int]] | None = None
+    blocks: Callable[[Nemotron3Config], tuple[str, int]] = lambda c: ("", 0)
+    #: Name and size of the parts that each rank of a training has a share of.
+    parts: Callable[[Nemotron3Config], dict[str, int]] = lambda c: {}
 
-    def divisions(self, config: Nemotron3Config) -> Iterator[tuple[str, int]]:
+    def divisions(self, config: Nemotron3Config) -> list[tuple[str, int]]:
         """The whole, then its blocks if they are few, or what eight ranks hold of them."""
-        yield "", 1
-        block, count = self.blocks(config) if self.blocks is not None else ("", 0)
-        if 1 < count <= _BLOCKS:
-            yield block, count
-        elif count and not count % _RANKS:
-            yield "shard", _RANKS
+        block, count = self.blocks(config)
+        if not 1 < count <= _BLOCKS:
+            block, count = ("shard", _RANKS) if count and not count % _RANKS else ("", 0)
+        return [("", 1), *([(block, count)] if count else [])]
 
-    def cause(self, words: str, change: ChangeAt, **options: Any) -> Cause:
-        """A cause with a change of this quantity; `words` have {} in its place."""
+    def cause(self, words: str, change: Change, start: int | None = None, **options: Any) -> Cause:
+        """A cause with a change of this quantity, {} in `words`, from a token on; 0: after the prompt."""
 
         def make(context: Context) -> Steps:
-            return self.steps(context, lambda t: change(t, context))
+            first = 0 if start is None else start or context.prompt
+            later = lambda t: torch.cat([t[:, :first], change(t)[:, first:]], 1)  # noqa: E731
+            return self.steps(context, later if first else change)
 
-        name = words.format(self.name)
-        if self.kind == MODEL:
-            return Cause(name, MODEL, last=make, **options)
-        return Cause(name, self.kind, layer=make, **options)
+        name = words.format(self.name).replace("no the ", "no ")
+        return at_place(name, self.kind, make, **options)
 
 
 # --- where a quantity is ---------------------------------------------------------------------------------
 
 
-def _output(step: str) -> Changed:
-    return lambda context, change: {step: lambda plain, *given: change(plain(*given))}
+def _at(
+    step: str,
+    number: int | None = None,
+    end: str = "",
+    *,
+    heads: bool = False,
+    rows: Callable[[Nemotron3Config], slice] = lambda c: slice(None),
+) -> Changed:
+    """An argument of a step or its result, axes joined; for tensors whose name ends so, of some rows."""
+
+    def viewed(change: Change, part: slice, t: Tensor) -> Tensor:
+        if heads:
+            return change(t.transpose(1, 2).flatten(2)).unflatten(-1, (t.shape[1], -1)).transpose(1, 2)
+        if part != slice(None):
+            t = t.clone()
+            t[..., part] = change(t[..., part])
+            return t
+        return change(t.flatten(2)).view_as(t) if t.dim() > 3 else change(t)
+
+    def called(change: Change, part: slice, plain: Any, *given: Any) -> Any:
+        if end and not any(re.search(end + "$", one) for one in given if isinstance(one, str)):
+            return plain(*given)
+        if number is not None:
+            return plain(*given[:number], viewed(change, part, given[number]), *given[number + 1 :])
+        found = plain(*given)
+        if isinstance(found, Iterator):
+            return map(change, found)
+        return (
+            (viewed(change, part, found[0]), *found[1:])
+            if isinstance(found, tuple)
+            else viewed(change, part, found)
+        )
+
+    return lambda context, change: {step: partial(called, change, rows(context.config))}
 
 
-def _argument(step: str, number: int) -> Changed:
-    """An argument of a step, [b, s, …], whose last axes are taken for one."""
-
-    def other(change: Change, plain: Any, *given: Any) -> Any:
-        old = given[number]
-        flat = old.flatten(2) if old.dim() > 2 else old
-        return plain(*given[:number], change(flat).view_as(old), *given[number + 1 :])
-
-    return lambda context, change: {step: partial(other, change)}
+_weight, _product, _into = (
+    partial(_at, "weight", None),
+    partial(_at, "linear", None),
+    partial(_at, "linear", 0),
+)
 
 
-def _of_heads(number: int | None) -> Changed:
-    """An argument of attention [b, h, s, c], or its result (None)."""
+def _attention(number: int, context: Context, change: Change) -> Steps:
+    """Scaled scores [b, h, s, s] (0), the sums of their exponentials [b, h, s, 1] (1), their quotient (2)."""
 
-    def flat(change: Change, t: Tensor) -> Tensor:
-        return change(t.transpose(1, 2).flatten(2)).unflatten(-1, (t.shape[1], -1)).transpose(1, 2)
+    def weights(scores: Tensor, t: Tensor, u: Tensor) -> Tensor:
+        changes = [change if n == number else (lambda t: t) for n in range(3)]
+        of_each = changes[0](scores).exp() * (u <= t)
+        return changes[2](of_each / changes[1](of_each.sum(-1, keepdim=True))) * (u <= t)
 
-    def attend(change: Change, plain: Any, *given: Any) -> Any:
-        if number is None:
-            return flat(change, plain(*given))
-        return plain(*given[:number], flat(change, given[number]), *given[number + 1 :])
-
-    return lambda context, change: {"attend": partial(attend, change)}
+    return {"attend": weighted(weights)}
 
 
-def _weight(end: str) -> Changed:
-    return lambda context, change: {
-        "weight": lambda plain, name: change(plain(name)) if name.endswith(end) else plain(name)
-    }
+def weighted(change: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    """Attention by weights [b, h, s, s] of scaled scores; queries [s, 1] and keys [1, s] are numbered."""
 
+    def attend(plain: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        t = torch.arange(q.shape[2])
+        return change(q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5, t[:, None], t[None]).nan_to_num() @ v
 
-def _product(end: str, rows: Callable[[Nemotron3Config], slice] | None = None) -> Changed:
-    """The product with a matrix, or some channels of it."""
-
-    def steps(context: Context, change: Change) -> Steps:
-        part = slice(None) if rows is None else rows(context.config)
-
-        def linear(plain: Any, x: Tensor, name: str) -> Any:
-            y = plain(x, name)
-            if re.search(end + r"$", name):
-                y[..., part] = change(y[..., part])
-            return y
-
-        return {"linear": linear}
-
-    return steps
-
-
-def _into(end: str) -> Changed:
-    """What a matrix is multiplied with."""
-
-    def linear(change: Change, plain: Any, x: Tensor, name: str) -> Any:
-        return plain(change(x) if name.endswith(end + ".weight") else x, name)
-
-    return lambda context, change: {"linear": partial(linear, change)}
+    return attend
 
 
 def _matrix(end: str) -> Changed:
@@ -137,12 +134,12 @@ def _matrix(end: str) -> Changed:
     return lambda context, change: {"linear": partial(linear, change)}
 
 
-def _activations(step: str) -> Changed:
-    """The activations inside the shared expert or the routed ones."""
+def _activations(step: str, before: bool = False) -> Changed:
+    """The activations inside the shared expert or the routed ones, or what they are made of."""
 
     def inside(change: Change, plain: Any, *given: Any) -> Any:
-        model = plain.__self__.but(activation=lambda original, x: change(original(x)))
-        return plain.__func__(model, *given)
+        other = lambda old, x: old(change(x)) if before else change(old(x))  # noqa: E731
+        return plain.__func__(plain.__self__.but(activation=other), *given)
 
     return lambda context, change: {step: partial(inside, change)}
 
@@ -157,68 +154,110 @@ def _shares(context: Context, change: Change) -> Steps:
     return {"routed": routed}
 
 
-def in_proj_sizes(c: Nemotron3Config) -> list[int]:
-    """Rows of z, x, B, C and dt in Mamba's in_proj."""
+def conv_parts(c: Nemotron3Config) -> dict[str, int]:
+    """Channels of the convolution."""
     bc = c.mamba_num_groups * c.mamba_state_dim
-    return [c.mamba_inner_size, c.mamba_inner_size, bc, bc, c.mamba_num_heads]
+    return {"x": c.mamba_inner_size, "B": bc, "C": bc}
 
 
-def of_other_layer(context: Context, way: int, names: tuple[str, ...]) -> Steps | None:
-    """Weights whose names have one of these texts, of the next layer of the kind (1) or the previous one."""
-    pattern, number = context.config.pattern, context.layer
-    if not 0 <= number < len(pattern):
-        return None
-    layers = [n for n, kind in enumerate(pattern) if kind == pattern[number]]
-    place = layers.index(number) + way
-    if not 0 <= place < len(layers):
-        return None
-
-    def moved(name: str) -> str:
-        if not any(part in name for part in names):
-            return name
-        return re.sub(r"layers\.\d+\.", f"layers.{layers[place]}.", name, count=1)
-
-    return {
-        "weight": lambda plain, name: plain(moved(name)),
-        "linear": lambda plain, x, name: plain(x, moved(name)),
-    }
+def in_proj_parts(c: Nemotron3Config) -> dict[str, int]:
+    """Rows of Mamba's in_proj."""
+    return {"z": c.mamba_inner_size, **conv_parts(c), "dt": c.mamba_num_heads}
 
 
-def _part(number: int) -> Callable[[Nemotron3Config], slice]:
-    """Rows of z, x, B, C and dt in in_proj."""
+def _qkv_parts(c: Nemotron3Config) -> dict[str, int]:
+    heads = {"queries": c.num_attention_heads, "keys": c.num_query_groups, "values": c.num_query_groups}
+    return {name: count * c.kv_channels for name, count in heads.items()}
+
+
+def _in_proj(name: str) -> Changed:
+    """Rows of a part of in_proj."""
 
     def rows(c: Nemotron3Config) -> slice:
-        sizes = in_proj_sizes(c)
-        return slice(sum(sizes[:number]), sum(sizes[: number + 1]))
+        sizes = in_proj_parts(c)
+        start = sum(list(sizes.values())[: list(sizes).index(name)])
+        return slice(start, start + sizes[name])
 
-    return rows
+    return _product("in_proj.weight", rows=rows)
 
 
-def _scanned(context: Context, change: Change) -> Steps:
-    def scan(plain: Any, *given: Any) -> Any:
-        y, ssm = plain(*given)
-        return change(y.flatten(2)).view_as(y), ssm
+def _joint(context: Context, change: Change) -> Steps:
+    """The queries, keys and values of all heads, one behind the other."""
+    sizes = list(_qkv_parts(context.config).values())
+
+    def linear(plain: Any, x: Tensor, name: str) -> Any:
+        if not (found := re.search(r"([qkv])_proj\.weight$", name)):
+            return plain(x, name)
+        names = (f"{name[: found.start()]}{one}_proj.weight" for one in "qkv")
+        return change(torch.cat([plain(x, one) for one in names], -1)).split(sizes, -1)["qkv".index(found[1])]
+
+    return {"linear": linear}
+
+
+def _of_each_head(context: Context, change: Change) -> Steps:
+    """B and C of the scan as each head sees them."""
+
+    def scan(plain: Any, x: Tensor, dt: Tensor, A: Tensor, *given: Tensor) -> Any:
+        bc = (t.repeat_interleave(x.shape[2] // t.shape[2], 2).flatten(2) for t in given[:2])
+        return plain(x, dt, A, *(change(t).unflatten(-1, (x.shape[2], -1)) for t in bc), given[2])
 
     return {"scan": scan}
 
 
-def _norm_before(context: Context, change: Change) -> Steps:
-    """The gain of the norm before the layer."""
-    number = context.layer
+def _skip(number: int, context: Context, change: Change) -> Steps:
+    """D of each channel [inner] (0), or the x that it multiplies (1)."""
 
-    def weight(plain: Any, name: str) -> Any:
-        return change(plain(name)) if re.search(rf"layers\.{number}\.norm\.weight$", name) else plain(name)
+    def recurrence(plain: Any, name: str, c: Nemotron3Config, *given: Any) -> Any:
+        def scan(plain: Any, x: Tensor, *given: Any) -> Any:
+            y, ssm = plain(x, *given)
+            pair = [plain.__self__.weight(name + "D")[:, None].expand(x.shape[2:]), x]
+            old, new = pair[number], change(pair[number].flatten(-2)).view_as(pair[number])
+            return y + (new - old) * pair[1 - number], ssm
 
-    return {"weight": weight}
+        return plain.__func__(plain.__self__.but(scan=scan), name, c, *given)
+
+    return {"recurrence": recurrence}
 
 
-def _logits(context: Context, change: Change) -> Steps:
-    return {"vocabulary": lambda plain, h: (change(band) for band in plain(h))}
+def _whole(change: Change) -> Steps:
+    """The logits of all tokens of the vocabulary at once."""
+    return {"vocabulary": lambda plain, h: iter([change(torch.cat(list(plain(h)), -1))])}
 
 
-_heads = lambda c: ("head", c.mamba_num_heads)  # noqa: E731
+def _seen(ids: Tensor | None, logits: Tensor) -> Tensor:
+    """Whether a token of the vocabulary stood before."""
+    assert ids is not None
+    return torch.nn.functional.one_hot(ids[: logits.shape[-2]], logits.shape[-1]).cumsum(0) > 0
+
+
+def _expert_numbers(context: Context, change: Change) -> Steps:
+    """Which expert has the weights of each."""
+    order = change(torch.arange(context.config.num_moe_experts or 0)).tolist()
+
+    def mlp(plain: Any, name: str, u: Tensor) -> Any:
+        return plain(re.sub(r"(?<=\.experts\.)\d+", lambda m: str(order[int(m[0])]), name), u)
+
+    return {"mlp": mlp}
+
+
+#: Steps that are short: of the context and a change.
+_STEPS: dict[str, Changed] = {
+    "update": lambda c, f: {"layer": lambda plain, prefix, x, run: plain(prefix, x, run) + f(x) - x},
+    "stream": lambda c, f: {"layer": lambda plain, prefix, x, run: f(x + plain(prefix, x, run)) - x},
+    "input": lambda c, f: {"scan": lambda plain, x, dt, *abc: plain(x * (f(dt) / dt)[..., None], dt, *abc)},
+    "both": lambda c, f: compose(*(_at("attend", number, heads=True)(c, f) for number in (1, 2))),
+    "routing": lambda c, f: {"routed": lambda plain, name, z, e, w: plain(name, z, f(e), f(w))},
+    "seen": lambda c, f: _whole(lambda logits: torch.where(_seen(c.ids, logits), f(logits), logits)),
+    "output": lambda c, f: _whole(lambda logits: logits[..., f(torch.arange(logits.shape[-1]))]),
+    "rows": lambda c, f: {"embed": lambda plain, ids: plain(f(torch.arange(c.config.vocab_size))[ids])},
+    "channels": lambda c, f: {
+        "conv": lambda plain, x, w, bias: plain(x, *(t[f(torch.arange(len(t)))] for t in (w, bias)))
+    },
+}
+
+mamba_heads = lambda c: ("head", c.mamba_num_heads)  # noqa: E731
 _groups = lambda c: ("group", c.mamba_num_groups)  # noqa: E731
-_queries = lambda c: ("head", c.num_attention_heads)  # noqa: E731
+query_heads = lambda c: ("head", c.num_attention_heads)  # noqa: E731
 _experts = lambda c: ("expert", c.num_moe_experts or 0)  # noqa: E731
 _shards = lambda c: ("shard", _RANKS)  # noqa: E731
 
@@ -243,42 +282,85 @@ MATRICES = tuple(
 )
 
 QUANTITIES: tuple[Quantity, ...] = (
-    Quantity("the gain of the norm before the layer", LAYERS, _norm_before, tokens=False),
-    Quantity("the layer's update", LAYERS, _output("layer")),
-    Quantity("the gate z", "M", _product("in_proj.weight", _part(0)), blocks=_heads),
-    Quantity("x before the convolution", "M", _product("in_proj.weight", _part(1)), blocks=_heads),
-    Quantity("B before the convolution", "M", _product("in_proj.weight", _part(2)), blocks=_groups),
-    Quantity("C before the convolution", "M", _product("in_proj.weight", _part(3)), blocks=_groups),
-    Quantity("dt before its bias", "M", _product("in_proj.weight", _part(4)), blocks=_heads),
-    Quantity("dt_bias", "M", _weight("mixer.dt_bias"), tokens=False, blocks=_heads),
-    Quantity("the time steps", "M", _output("time_steps"), blocks=_heads),
-    Quantity("x of the scan", "M", _argument("scan", 0), blocks=_heads),
-    Quantity("A", "M", _argument("scan", 2), tokens=False, blocks=_heads),
-    Quantity("B of the scan", "M", _argument("scan", 3), blocks=_groups),
-    Quantity("C of the scan", "M", _argument("scan", 4), blocks=_groups),
-    Quantity("D", "M", _weight("mixer.D"), tokens=False, blocks=_heads),
-    Quantity("the scan's output", "M", _scanned, blocks=_heads),
-    Quantity("the convolution's output", "M", _output("conv")),
+    Quantity("the gain of the norm before the layer", LAYERS, _weight(r"\d.norm.weight"), tokens=False),
+    Quantity("the layer's update", LAYERS, _at("layer")),
+    Quantity("the residual stream", LAYERS, _STEPS["stream"]),
+    Quantity("the gate z", "M", _in_proj("z"), blocks=mamba_heads),
+    Quantity("x before the convolution", "M", _in_proj("x"), blocks=mamba_heads),
+    Quantity("B before the convolution", "M", _in_proj("B"), blocks=_groups),
+    Quantity("C before the convolution", "M", _in_proj("C"), blocks=_groups),
+    Quantity("dt before its bias", "M", _in_proj("dt"), blocks=mamba_heads),
+    Quantity("dt_bias", "M", _weight("mixer.dt_bias"), tokens=False, blocks=mamba_heads),
+    Quantity("the time steps", "M", _at("time_steps"), blocks=mamba_heads),
+    Quantity("x of the scan", "M", _at("scan", 0), blocks=mamba_heads),
+    Quantity("A", "M", _at("scan", 2), tokens=False, blocks=mamba_heads),
+    Quantity("B of the scan", "M", _at("scan", 3), blocks=_groups),
+    Quantity("C of the scan", "M", _at("scan", 4), blocks=_groups),
+    Quantity("the scan's output", "M", _at("scan"), blocks=mamba_heads),
+    Quantity("the convolution's output", "M", _at("conv")),
     Quantity("the convolution's weight", "M", _weight("conv1d.weight"), tokens=False),
     Quantity("the convolution's bias", "M", _weight("conv1d.bias"), tokens=False),
-    Quantity("the norm after the scan", "M", _output("gated_norm"), blocks=_groups),
+    Quantity("the norm after the scan", "M", _at("gated_norm"), blocks=_groups),
     Quantity("the gain of the norm after the scan", "M", _weight("mixer.norm.weight"), tokens=False),
-    Quantity("the output projection's input", "M", _into("out_proj"), blocks=_heads),
+    Quantity("the output projection's input", "M", _into("out_proj.weight"), blocks=mamba_heads),
     Quantity("queries, keys and values", "*", _product("[qkv]_proj.weight"), blocks=_shards),
-    Quantity("the queries", "*", _of_heads(0), blocks=_queries),
-    Quantity("the keys", "*", _of_heads(1), blocks=_queries),
-    Quantity("the values", "*", _of_heads(2), blocks=_queries),
-    Quantity("attention's output before its projection", "*", _of_heads(None), blocks=_queries),
-    Quantity("the router's logits", "E", _output("router"), blocks=_experts),
+    Quantity("the queries", "*", _at("attend", 0, heads=True), blocks=query_heads),
+    Quantity("the keys", "*", _at("attend", 1, heads=True), blocks=query_heads),
+    Quantity("the values", "*", _at("attend", 2, heads=True), blocks=query_heads),
+    Quantity("attention's output before its projection", "*", _at("attend", heads=True), blocks=query_heads),
+    Quantity("the router's logits", "E", _at("router"), blocks=_experts),
     Quantity("the expert bias", "E", _weight("e_score_correction_bias"), tokens=False, blocks=_experts),
-    Quantity("the weights of the chosen experts", "E", _output("probabilities")),
+    Quantity("the weights of the chosen experts", "E", _at("probabilities")),
     Quantity("the latent input of the experts", "E", _product("fc1_latent_proj.weight")),
-    Quantity("the sum of the routed experts", "E", _output("routed")),
+    Quantity("the sum of the routed experts", "E", _at("routed")),
     Quantity("the shares of the experts", "E", _shares, blocks=_experts),
     Quantity("the activations of the routed experts", "E", _activations("routed"), tokens=False),
     Quantity("the activations of the shared expert", "E", _activations("shared"), blocks=_shards),
-    Quantity("the shared expert's output", "E", _output("shared")),
+    Quantity("the shared expert's output", "E", _at("shared")),
     Quantity("the gain of the final norm", MODEL, _weight("norm_f.weight"), tokens=False),
-    Quantity("the final norm's output", MODEL, _output("norm")),
-    Quantity("the logits", MODEL, _logits),
+    Quantity("the final norm's output", MODEL, _at("norm")),
+    Quantity("the logits", MODEL, _at("vocabulary")),
+    Quantity("the logits of tokens that stood before", MODEL, _STEPS["seen"]),
+    Quantity("the stream that the norm reads", LAYERS, _at("norm", 0, r"\d.norm.weight")),
+    Quantity("the stream that the update is added to", LAYERS, _STEPS["update"]),
+    Quantity("the normed input", LAYERS, _at("norm", None, r"\d.norm.weight")),
+    Quantity("B and C of each head", "M", _of_each_head, blocks=mamba_heads),
+    Quantity("the keys and values", "*", _STEPS["both"], blocks=query_heads),
+    Quantity("D", "M", partial(_skip, 0), tokens=False, blocks=mamba_heads),
+    Quantity("the x that D multiplies", "M", partial(_skip, 1), blocks=mamba_heads),
+    Quantity("the time steps of the scan's input", "M", _STEPS["input"], blocks=mamba_heads),
+    Quantity("in_proj's output", "M", _product("in_proj.weight"), parts=in_proj_parts),
+    Quantity("the queries, keys and values of all heads", "*", _joint, parts=_qkv_parts),
+    Quantity("the input of the queries", "*", _into("q_proj.weight")),
+    Quantity("the input of the keys", "*", _into("k_proj.weight")),
+    Quantity("the input of the values", "*", _into("v_proj.weight")),
+    Quantity("the scaled scores", "*", partial(_attention, 0), tokens=False),
+    Quantity("the softmax's sum", "*", partial(_attention, 1), tokens=False),
+    Quantity("the softmax of the scores", "*", partial(_attention, 2), tokens=False),
+    Quantity("the router's input", "E", _at("router", 0)),
+    Quantity("the router's scores", "E", _at("scores"), blocks=_experts),
+    Quantity("the ranks of the experts", "E", _at("ranking"), blocks=_experts),
+    Quantity("the shared expert's input", "E", _at("shared", 1)),
+    Quantity("the routed experts' input", "E", _at("routed", 1)),
+    Quantity("the first latent projection's input", "E", _into("fc1_latent_proj.weight")),
+    Quantity("the routed experts before activation", "E", _activations("routed", True), tokens=False),
+    Quantity("the shared expert before activation", "E", _activations("shared", True), tokens=False),
+    Quantity("the second latent projection's output", "E", _product("fc2_latent_proj.weight")),
+    Quantity("the embeddings", EMBEDDING, _at("embed")),
+    Quantity("the experts", "E", _expert_numbers, tokens=False, numbers=True, blocks=_experts),
+    Quantity("the convolution's channels", "M", _STEPS["channels"], False, True, parts=conv_parts),
+    Quantity("the rows of the embedding", EMBEDDING, _STEPS["rows"], tokens=False, numbers=True),
+    Quantity("the rows of the output layer", MODEL, _STEPS["output"], tokens=False, numbers=True),
 )
+_BY_NAME = {one.name: one for one in QUANTITIES}
+
+
+def changed(one: Quantity | str, changes: Mapping[str, Change], **options: Any) -> Iterator[Cause]:
+    """Causes with changes of a quantity, or of that of `QUANTITIES` with a name."""
+    quantity = _BY_NAME[one] if isinstance(one, str) else one
+    for words, change in changes.items():
+        yield quantity.cause(words, change, **options)
+
+
+#: Only its tokens are moved.
+ROUTES = Quantity("the routing", "E", _STEPS["routing"])

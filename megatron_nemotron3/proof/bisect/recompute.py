@@ -130,9 +130,9 @@ class Recomputation:
         return cls(opened.hf_view(), opened.config, **options)
 
     @torch.no_grad()
-    def embed(self, ids: Tensor) -> Tensor:
+    def embed(self, ids: Tensor, steps: Steps | None = None) -> Tensor:
         """[rows, s] token ids -> [rows, s, d]."""
-        return self.definition.embed(ids)
+        return self.definition.but(**steps or {}).embed(ids)
 
     @torch.no_grad()
     def layer(self, number: int, x: Tensor, steps: Steps | None = None, noise: Noises = ()) -> LayerStep:

@@ -65,19 +65,19 @@ FAULTS: dict[str, Fault] = {
     # Mamba
     "conv state off by one": mamba(
         "After the prompt, decoding finds a convolution state that ends one token too early",
-        "a convolution state one token late after the prompt",
+        "the convolution's window after the prompt one token late",
         engine=d.between(d.roll_conv),
         decode=True,
     ),
     "conv state empty": mamba(
         "Decoding begins with an empty convolution state",
-        "a convolution state empty after the prompt",
+        "no convolution's window after the prompt",
         engine=d.between(d.zero_conv),
         decode=True,
     ),
     "SSM state empty": mamba(
         "Decoding begins with an empty SSM state",
-        "an SSM state that is empty after the prompt",
+        "no SSM state after the prompt",
         engine=d.between(d.zero_ssm),
         decode=True,
     ),
@@ -89,12 +89,12 @@ FAULTS: dict[str, Fault] = {
     ),
     "chunks without state": mamba(
         "Every chunk of the scan begins with an empty state",
-        "no SSM state from one chunk to the next",
+        "no SSM state at every chunk",
         engine=d.function("mamba2_chunk_scan", d.scan_by_chunk),
     ),
     "conv bias zero": mamba(
         "The convolution's bias is zero after a reload",
-        "no bias of the convolution",
+        "no bias in the convolution",
         weights=d.changed(r"backbone.*conv1d\.bias", torch.zeros_like),
     ),
     "conv1d corrupted": mamba(
@@ -110,56 +110,60 @@ FAULTS: dict[str, Fault] = {
     ),
     "taps reversed": mamba(
         "The convolution applies its taps in reverse order",
-        "the convolution's taps in reverse",
+        "the convolution's weight in reverse",
         weights=d.changed(r"backbone.*conv1d\.weight", lambda w: w.flip(-1)),
     ),
     "no SiLU after conv1d": mamba(
         "The convolution has no activation",
-        "no SiLU after the convolution",
+        "no SiLU in the convolution",
         engine=d.function("causal_conv1d_fn", d.without_silu),
     ),
     "z and x swapped": mamba(
         "in_proj's rows are in the order x, z, B, C, dt",
-        "z and x of in_proj in each other's place",
+        "z and x of in_proj's output in each other's place",
         weights=d.changed(r"backbone.*in_proj", d.reordered),
     ),
     "B and C swapped": mamba(
         "in_proj's rows are in the order z, x, C, B, dt",
-        "B and C of in_proj in each other's place",
+        "B and C of in_proj's output in each other's place",
         weights=d.changed(r"backbone.*in_proj", d.b_and_c),
     ),
     "in_proj by rank": mamba(
         "The shards of in_proj of two ranks are joined as they are, in one layer",
-        "the shards of 2 ranks of in_proj joined .*",
+        "the shards of 2 ranks of in_proj's output joined .*",
         layer=5,
         weights=d.changed(r"s\.5\..*in_proj", lambda w: d.by_rank(w, d.SPLIT)),
     ),
     "out_proj shards swapped": mamba(
         "The shards of out_proj of two ranks are in each other's place, in one layer",
-        "the shards of 2 ranks of out_proj reversed",
+        "the shards of 2 ranks of the output projection's input reversed",
         layer=2,
         weights=d.changed(r"s\.2\..*out_proj", lambda w: d.swap(w, 1)),
     ),
     "norm over all groups": mamba(
         "The norm after the scan is one over all groups",
-        "one norm over all groups after the scan",
+        "one group in the norm after the scan",
         engine=d.each("M", "norm.group_size", MODEL.mamba_inner_size),
     ),
     "norm before gate": mamba(
-        "The gate is applied after the norm", "the norm before the gate", engine=d.norm_then_gate
+        "The gate is applied after the norm",
+        "the norm after the scan as norm, (gate, gain|gain, gate)",
+        engine=d.norm_then_gate,
     ),
     "no D": mamba("The skip connection D is missing", "no D", engine=d.scan(D=None)),
     "no dt_bias": mamba(
-        "dt_bias is zero", "no dt_bias", weights=d.changed(r"backbone.*dt_bias", torch.zeros_like)
+        "dt_bias is zero",
+        "no bias in the time steps",
+        weights=d.changed(r"backbone.*dt_bias", torch.zeros_like),
     ),
     "no softplus": mamba(
         "The time steps have no softplus, only the limit at 0",
-        "a limit at 0 instead of softplus",
+        "ReLU instead of softplus in the time steps",
         engine=d.scan(dt_softplus=False),
     ),
     "dt clamped": mamba(
         "Time steps are limited to [0.001, 0.1]",
-        r"time steps limited to \[0.001, 0.1\]",
+        r"the time steps limited to \[0.001, 0.1\]",
         engine=d.each("M", "time_step_limit", (0.001, 0.1)),
     ),
     "A without exp": mamba(
@@ -169,7 +173,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "groups in turn": mamba(
         "Heads take B and C of the groups in turn",
-        "heads in other groups of B and C",
+        "B and C of each head dealt out by head to . ranks in turn",
         engine=d.function("mamba2_chunk_scan", d.scan_other_groups),
     ),
     # Attention
@@ -180,45 +184,45 @@ FAULTS: dict[str, Fault] = {
     ),
     "attention scale": attention(
         "Scores are divided by the root of hidden size over heads, not of the head dimension",
-        "scores divided by the root of hidden size over heads",
+        "1.414 times (the queries|the keys|the scaled scores)",
         engine=d.each("*", "scaling", (MODEL.hidden_size / MODEL.num_attention_heads) ** -0.5),
     ),
     "key heads in turn": attention(
         "Query heads take the key heads in turn",
-        "key heads taken in turn by the query heads",
+        "the keys and values dealt out by head to . ranks in turn",
         engine=d.attention(d.heads_in_turn),
     ),
     "qkv not grouped": attention(
         "The rows of a grouped linear_qkv are taken for q, then k, then v",
-        "a grouped linear_qkv read as q, k, v",
+        "the shards of 2 ranks of the queries, keys and values of all heads joined .*",
         weights=d.qkv_by_kind,
     ),
     "attention window": attention(
         "Attention sees the last 64 tokens only",
-        "a window of 64 tokens",
+        "no keys outside a window of 64 tokens",
         engine=d.attention(d.window),
     ),
     "mask off by one": attention(
         "A token does not see itself",
-        "no token but the first that sees itself",
+        "no own key",
         engine=d.attention(d.blind),
     ),
     "o_proj shards swapped": attention(
         "The shards of the output projection of two ranks are in each other's place, in one layer",
-        "the shards of 2 ranks of the output projection reversed|the key groups of 2 ranks reversed",
+        "the shards of 2 ranks of attention's output .* reversed",
         layer=6,
         weights=d.changed(r"s\.6\..*o_proj", lambda w: d.swap(w, 1)),
     ),
     # Experts
     "expert shards swapped": experts(
         "The experts of two ranks are in each other's place, in one layer",
-        "the experts of 2 ranks reversed",
+        "the shards of 2 ranks of the experts reversed",
         layer=4,
         weights=d.experts(lambda e: (e + 8) % 16, "4"),
     ),
     "experts dealt out": experts(
         "Expert e lies on rank e modulo 4, where each rank was meant to hold neighbours",
-        "experts .* in turn",
+        "the experts dealt out .* in turn",
         weights=d.experts(lambda e: e % 4 * 4 + e // 4),
     ),
     "experts of a rank zero": experts(
@@ -259,24 +263,24 @@ FAULTS: dict[str, Fault] = {
     ),
     "latent of another layer": experts(
         "Layer 4 has the first latent projection of layer 1",
-        "the first latent projection of the previous layer of experts",
+        "fc1_latent of the previous layer of its kind",
         layer=4,
         weights=d.renamed(r"(backbone\.layers\.)4(\.mixer\.fc1_latent.*)", lambda m: f"{m[1]}1{m[2]}"),
     ),
     "ReLU": experts(
         "Experts use ReLU instead of its square",
-        "ReLU instead of squared ReLU",
+        "no square in the experts",
         engine=d.activated(torch.nn.ReLU()),
     ),
     # The whole model
     "residual in BF16": mamba(
         "The residual stream of an FP32 system is kept in BF16",
-        "the residual stream in BF16",
+        "the residual stream rounded to BF16",
         engine=d.bf16_stream,
     ),
     "norm epsilon": mamba(
         "The norms before layers have epsilon 1e-6",
-        "epsilon 1e-06 in the norms before layers",
+        "epsilon 1e-06 in the norm before the layer",
         engine=d.eps_1e_6,
     ),
     "no final norm": Fault("The final norm is left out", "model", "no final norm", engine=d.no_final_norm),
@@ -295,13 +299,13 @@ FAULTS: dict[str, Fault] = {
     "padded vocabulary": Fault(
         "The second shard of the embedding begins at half of the vocabulary, not of the padded one",
         "model",
-        "the embedding cut into 2 shards by the vocabulary instead .*",
+        "the rows of the embedding cut into 2 shards by the vocabulary instead .*",
         weights=d.changed("embeddings", d.shifted_rows),
     ),
     "output shards swapped": Fault(
         "The shards of the output layer of two ranks are in each other's place",
         "model",
-        "the two halves of the output layer swapped",
+        "the shards of 2 ranks of the rows of the output layer reversed",
         weights=d.changed("lm_head", lambda w: d.swap(w, 0)),
     ),
     "late by one": Fault(
@@ -334,7 +338,7 @@ FAULTS: dict[str, Fault] = {
     # The trainer
     "trainer: softmax router": experts(
         "Megatron's router uses softmax over the selected experts",
-        "a softmax over .*|softmax scores .*",
+        "a softmax over .*|softmax scores .*|experts weighted by softmax",
         options={"moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False},
     ),
     "trainer: scaling factor": experts(
@@ -349,7 +353,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "trainer: in_proj by rank": mamba(
         "A checkpoint of two ranks was joined rank by rank",
-        "the shards of 2 ranks of in_proj joined .*",
+        "the shards of 2 ranks of in_proj's output joined .*",
         trainer=d.parameters(r"decoder.*in_proj\.weight", lambda w: d.by_rank(w, d.SPLIT)),
     ),
     "trainer: D": mamba(

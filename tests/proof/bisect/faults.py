@@ -166,6 +166,7 @@ def main(names: list[str]) -> None:
         raise SystemExit(f"no such fault: {unknown[0]}; there are: {', '.join(FAULTS)}")
     from tests.support.world import world_of_one
 
+    torch.set_num_threads(1)  # other processes share the processors
     rows = {name: row for name, row in measured().items() if name in FAULTS}
     with world_of_one():
         for name in names or FAULTS:

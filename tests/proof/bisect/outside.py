@@ -4,8 +4,9 @@ python -m tests.proof.bisect.outside            # run the second set and write w
 python -m tests.proof.bisect.outside NAME …     # run some, of the first set, too
 
 Both sets were written without knowledge of bisect's hypotheses. The first one was seen while `changes` and
-`factors` were written, so only the second one is counted. Whether a cause that is named is the right one was
-judged by hand, once, and stands in the file of results; a cause that changes is judged anew.
+`factors` were written, the second one while `structure` was: what bisect said of it before stands in the file
+of results as "held out". Whether a cause that is named is the right one was judged by hand, once, and stands
+there, too; a cause that changes is judged anew.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from megatron_nemotron3.proof.bisect.diagnose import Investigation, Side, cause_
 from tests.proof.bisect import faults
 from tests.proof.bisect import outside_faults as first
 from tests.proof.bisect import outside_faults_2 as second
-from tests.proof.bisect.systems import Engine, checkpoint, tokens
+from tests.proof.bisect.systems import MODEL, Engine, checkpoint, tokens
 
 OUTSIDE = first.OUTSIDE | second.OUTSIDE_2
 PAGE = Path(__file__).parents[3] / "docs" / "bisect.md"
@@ -49,7 +50,7 @@ def side_of(name: str, hidden: bool = True) -> Side:
 
 def row_of(name: str, side: Side) -> dict[str, Any]:
     """What is right in it, but for the cause."""
-    fault, listed = OUTSIDE[name], {cause.name for cause in cause_table()}
+    fault, listed = OUTSIDE[name], {cause.name for cause in cause_table(MODEL)}
     return {
         "what": fault.what,
         "source": fault.source,
@@ -71,20 +72,25 @@ def measured() -> dict[str, dict[str, Any]]:
 def counted() -> str:
     """The sentence of the page."""
     rows = list(measured().values())
-    right = sum(row["right"] is True for row in rows)
-    return f"Of {len(rows)} such faults it named the side of all, and the cause of {right}"
+    before, after = (sum(row["right"] is True for row in of) for of in ([r["held out"] for r in rows], rows))
+    return (
+        f"Of {len(rows)} such faults it named the side of all, and the cause of {before}; after they were "
+        f"seen, the cause of {after}"
+    )
 
 
 def main(names: list[str]) -> None:
     """Run faults, print what is found, and write it."""
     from tests.support.world import world_of_one
 
+    torch.set_num_threads(1)  # other processes share the processors
     rows = measured()
     with world_of_one():
         for name in names or second.OUTSIDE_2:
             begin = time.monotonic()
             row = row_of(name, side_of(name))
             old = rows.get(name, {})
+            row["held out"] = old.get("held out", {"named": row["named"], "right": None})
             row["right"] = old.get("right") if old.get("named") == row["named"] else None
             rows[name] = row
             print(f"{name} {time.monotonic() - begin:.0f} s {row}", flush=True)

@@ -76,8 +76,8 @@ def test_two_that_agree(place: Path, capsys: Capture) -> None:
 def test_the_wrong_side_is_named_on_either_side(
     place: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    few = [cause for cause in cause_table() if cause.name.startswith("a routed scaling")]
-    monkeypatch.setattr(diagnose, "cause_table", lambda: few)
+    few = [cause for cause in cause_table(get("super-tiny")) if cause.name.startswith("a routed scaling")]
+    monkeypatch.setattr(diagnose, "cause_table", lambda config: few)
     monkeypatch.setattr(output, "INTERVAL", 0.0)
     assert run(place, "wrong.pt", "--json") == 1
     printed = capsys.readouterr()

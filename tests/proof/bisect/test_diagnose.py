@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.proof.bisect import hypotheses
-from megatron_nemotron3.proof.bisect.causes import Context, shard_order
+from megatron_nemotron3.proof.bisect.causes import Context
+from megatron_nemotron3.proof.bisect.changes import placed
 from megatron_nemotron3.proof.bisect.diagnose import Diagnosis, Investigation, cause_table
 from megatron_nemotron3.proof.bisect.recording import Recording
 from tests.proof.bisect import damage as d
@@ -121,7 +122,7 @@ def _noisy(layer: int) -> tuple[Scored, ...]:
 
 def test_unknown_cause_is_not_guessed() -> None:
     """The layer and the token are found, and no cause of attention is named."""
-    causes = [cause for cause in cause_table() if cause.kind == "*"]
+    causes = [cause for cause in cause_table(MODEL) if cause.kind == "*"]
     side = Investigation(plain().model, None, causes).side("engine", recorded(_noisy(3), FP32))
     assert side.deviates and side.exactly and side.layer == 3
     assert side.position == (0, 150) and side.cause is None
@@ -146,7 +147,7 @@ def test_router_choices_bound_the_layer() -> None:
 def test_streams_are_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """With memory for few residual streams, a cause gives the same."""
     recording = recorded(healthy_engine(), FP32, False)
-    cause = next(cause for cause in cause_table() if cause.name == "no shared expert")
+    cause = next(cause for cause in cause_table(MODEL) if cause.name == "no shared expert")
     plenty = Investigation(plain().model, None, []).hypotheses(recording)
     every = len(plenty.plain[0].streams)
     monkeypatch.setattr(hypotheses, "KEPT_BYTES", 1 << 18)
@@ -163,13 +164,13 @@ def test_streams_are_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_causes_that_cannot_be_are_left_out() -> None:
     """Shards that do not fit, a state after no prompt, a latent projection of a layer that is not there."""
-    assert shard_order(10, 4, "reversed") is None
-    places = shard_order(8, 4, "neighbours swapped")
-    assert places is not None and places.tolist() == [2, 3, 0, 1, 6, 7, 4, 5]
-    made = {c.name: c.layer(Context(MODEL, 0, 1)) for c in cause_table() if c.layer is not None}
-    assert made["a convolution state empty after the prompt"] is None
-    assert made["the latent projections of the previous layer of experts"] is None
-    assert made["the latent projections of the next layer of experts"] is not None
+    swapped, given = lambda s: s[[1, 0, 3, 2]], torch.arange(10)
+    assert torch.equal(placed(swapped, 4, 0, given), given)
+    assert placed(swapped, 4, 0, torch.arange(8)).tolist() == [2, 3, 0, 1, 6, 7, 4, 5]
+    made = {c.name: c.layer(Context(MODEL, 0, 1)) for c in cause_table(MODEL) if c.layer is not None}
+    assert made["later keys before the prompt's end, too"] is None
+    assert made["fc1_latent of the previous layer of its kind"] is None
+    assert made["fc1_latent of the next layer of its kind"] is not None
 
 
 def _damaged(weights: Weights | None = None, *changes: Callable[[Engine], None]) -> Recording:
@@ -182,16 +183,16 @@ def _damaged(weights: Weights | None = None, *changes: Callable[[Engine], None])
 
 def _among(*words: str) -> Investigation:
     """With the causes that have one of these words, and the checkpoint before this one."""
-    causes = [cause for cause in cause_table() if any(word in cause.name for word in words)]
+    causes = [cause for cause in cause_table(MODEL) if any(word in cause.name for word in words)]
     return Investigation(plain().model, faults.investigation().previous, causes)
 
 
 def test_a_second_fault_is_not_hidden_by_the_first() -> None:
     changes = FAULTS["norm over all groups"].engine, FAULTS["scaling factor"].engine
     assert all(changes)
-    by = _among("one norm over all groups", "a routed scaling factor")
+    by = _among("one group in the norm", "a routed scaling factor")
     side = by.side("engine", _damaged(None, *(one for one in changes if one)))
-    assert side.cause == "one norm over all groups after the scan" and side.rest > 1000
+    assert side.cause == "one group in the norm after the scan" and side.rest > 1000
     alone = by.side("engine", _damaged(None, *(one for one in changes[:1] if one)))
     assert alone.cause == side.cause and not alone.rest
 
@@ -207,21 +208,21 @@ def test_experts_that_deviate_are_seen_in_the_tokens() -> None:
 
 def test_a_single_stale_tensor_is_named() -> None:
     side = _among().side("engine", _damaged(d.stale(r"backbone\.layers\.5\.mixer\.out_proj")(checkpoint())))
-    assert side.cause == "mixer.out_proj.weight of the previous checkpoint" and side.layer == 5
+    assert side.cause == "out_proj of the previous checkpoint" and side.layer == 5
 
 
 def test_negative_time_steps_are_recomputed(tmp_path: Path) -> None:
     """Without softplus states may grow; the fast scan is for states that decay."""
     weights = d.changed("A_log", lambda w: torch.full_like(w, -3.0))(checkpoint())
     weights = d.changed("dt_bias", lambda w: torch.full_like(w, 0.3))(weights)
-    causes = [cause for cause in cause_table() if "softplus" in cause.name]
+    causes = [cause for cause in cause_table(MODEL) if "softplus" in cause.name]
     by = Investigation(faults.opened(tmp_path / "hf", weights), None, causes)
     raw = d.scan(dt_softplus=False, dt_limit=(-torch.inf, torch.inf))
     recording = _damaged(weights, raw)
     side = by.side("engine", recording)
-    assert side.cause == "no softplus of the time steps" and side.layer == 0 and not side.rest
+    assert side.cause == "no softplus in the time steps" and side.layer == 0 and not side.rest
     recording.sequences = [replace(one, hidden={}, routing={}) for one in recording.sequences]
-    assert by.side("engine", recording).cause == "no softplus of the time steps"
+    assert by.side("engine", recording).cause == "no softplus in the time steps"
 
 
 def test_what_enters_the_first_layer_is_not_called_its_fault() -> None:
@@ -231,9 +232,26 @@ def test_what_enters_the_first_layer_is_not_called_its_fault() -> None:
     assert "layer 0 (Mamba), or the tokens and embeddings that enter it" in "\n".join(found.lines())
 
 
+@pytest.mark.parametrize(("width", "inside"), [(64, 1), (4096, 2)])
+def test_small_layers_run_in_one_thread(monkeypatch: pytest.MonkeyPatch, width: int, inside: int) -> None:
+    before, seen = torch.get_num_threads(), list[int]()
+    by = Investigation(plain().model, None, [])
+    monkeypatch.setattr(by.model, "config", by.model.config.but(hidden_size=width))
+    monkeypatch.setattr(by, "side", lambda name, recording: seen.append(torch.get_num_threads()))
+    monkeypatch.setattr(by, "hypotheses", lambda recording: by)
+    monkeypatch.setattr(by, "prepare", lambda *dtypes: None, raising=False)
+    torch.set_num_threads(2)
+    try:
+        by.compare(*[recorded(healthy_engine(), FP32)] * 2)
+        assert seen == [inside, inside] and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_window_of_any_size_is_read_from_the_tokens() -> None:
     def window(old: Any, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **given: Any) -> Any:
         far = torch.full((q.shape[-2],) * 2, -torch.inf).tril_(-37)
         return old(module, q, k, v, far + mask, **given)
 
-    assert _among().side("engine", _damaged(None, d.attention(window))).cause == "a window of 37 tokens"
+    side = Investigation(plain().model).side("engine", _damaged(None, d.attention(window)))
+    assert side.cause == "no keys outside a window of 37 tokens"

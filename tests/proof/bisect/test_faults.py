@@ -11,6 +11,7 @@ from megatron_nemotron3.proof.bisect.diagnose import Investigation, cause_table
 from tests.proof.bisect import faults
 from tests.proof.bisect.fault_list import FAULTS
 from tests.proof.bisect.faults import MODES, cell
+from tests.proof.bisect.systems import MODEL
 
 #: Of an engine with hidden states.
 QUICK = (("conv state off by one", "FP32, hidden states"),)
@@ -36,7 +37,7 @@ def test_cause_from_log_probabilities_alone() -> None:
     """With a third of the hypotheses about experts."""
     name = "scaling factor"
     words = "factor", "latent", "shared", "normalisation", "fewer"
-    causes = [c for c in cause_table() if c.kind == "E" and any(word in c.name for word in words)]
+    causes = [c for c in cause_table(MODEL) if c.kind == "E" and any(word in c.name for word in words)]
     quick = Investigation(faults.investigation().model, None, causes)
     scored = faults.faulty(name, torch.float32)
     side = quick.side("engine", faults.recording(scored, "hf", torch.float32, False))
