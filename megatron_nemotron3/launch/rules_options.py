@@ -362,7 +362,7 @@ PARSER_RULES: tuple[Rule, ...] = (
         "norm-before-up-proj",
         lambda c: c.config.moe_use_norm_before_up_proj and argument(_LATENT_NORM, c.version) is None,
         lambda c: (
-            f"{c.config.name} has an RMSNorm before fc2_latent_proj, and megatron-core {c.version} has no "
+            f"{c.config.name}: moe_use_norm_before_up_proj=True: megatron-core {c.version} has no "
             f"{_LATENT_NORM}: use 0.20"
         ),
         "Megatron-LM #6879",

@@ -315,8 +315,8 @@ class Nemotron3Config:
         """Raise ValueError if models of Hugging Face and engines that read their folders lack a part."""
         if self.moe_use_norm_before_up_proj:
             raise ValueError(
-                f"{self.name}: no model of Hugging Face or of an engine has the norm before fc2_latent_proj "
-                "(moe_use_norm_before_up_proj), and without it the results are others: keep Megatron's folder"
+                f"{self.name}: moe_use_norm_before_up_proj=True: no model of Hugging Face or of an engine "
+                "has this norm, and without it the results are others: keep Megatron's folder"
             )
 
     def to_json(self) -> str:

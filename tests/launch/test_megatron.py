@@ -259,6 +259,7 @@ NOT_A_TRANSFORMER_FIELD = {
     "published_active": "documentation",
     "source": "documentation",
     "moe_layers": "the stack of --spec (test_arguments)",
+    "moe_use_norm_before_up_proj": "no option of 0.19; tests/layers/test_latent_norm.py",
 }
 #: What all models of the family share.
 FAMILY = {

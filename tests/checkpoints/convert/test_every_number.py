@@ -39,6 +39,7 @@ CHANGED: dict[str, Any] = {
     **{"mamba_num_groups": 4, "mamba_conv_kernel": 3, "mamba_chunk_size": 32, "dense_ffn_hidden_size": 72},
     **{"num_moe_experts": 12, "moe_router_topk": 1, "moe_ffn_hidden_size": 40, "moe_latent_size": None},
     **{"moe_shared_expert_intermediate_size": 24, "moe_router_topk_scaling_factor": 1.75},
+    "moe_use_norm_before_up_proj": True,
     **{"moe_aux_loss_coeff": 0.5, "moe_router_bias_update_rate": 0.5, "layernorm_epsilon": 1e-2},
     **{"mtp_pattern": "*E", "mtp_num_layers": 1, "mtp_use_repeated_layer": False},
     **{"mtp_loss_scaling_factor": 0.7, "init_method_std": 0.5},
@@ -51,7 +52,7 @@ TOGETHER = {
     "mtp_use_repeated_layer": {"mtp_pattern": "*E", "mtp_num_layers": 2},
     "mtp_loss_scaling_factor": {"mtp_pattern": "*E", "mtp_num_layers": 1},
 }
-REFUSED_FIELDS = {"mamba_conv_kernel", "layernorm_epsilon"}
+REFUSED_FIELDS = {"mamba_conv_kernel", "layernorm_epsilon", "moe_use_norm_before_up_proj"}
 #: Fields that neither Megatron's options nor config.json contain.
 DESCRIPTIONS = {"name", "title", "published_total", "published_active", "source"}
 #: Fields that are only in config.json, and change no result.

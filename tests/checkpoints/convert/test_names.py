@@ -221,7 +221,8 @@ def test_types_of_a_bfloat16_model(world: None) -> None:
 
 
 def test_every_row_is_of_some_model() -> None:
-    used = {id(mapping.row) for config in (DISTINCT, get("super")) for mapping in inventory.mappings(config)}
+    models = (DISTINCT, get("super"), get("super").but(moe_use_norm_before_up_proj=True))
+    used = {id(mapping.row) for config in models for mapping in inventory.mappings(config)}
     assert used == {id(row) for row in ROWS}
 
 

@@ -103,7 +103,7 @@ def test_random_plans_give_servers_what_the_engines_loaders_make(plan: RefitPlan
 
 def test_every_tensor_of_the_table_has_an_engines_name() -> None:
     names = {t.name.removeprefix("backbone.") for row in ROWS for t in row.hf}
-    assert names == PARAMETERS.keys()
+    assert names - {"mixer.fc2_norm.weight"} == PARAMETERS.keys()  # engines lack it, and a plan is refused
 
 
 def _moved(plan: RefitPlan) -> tuple:
