@@ -25,6 +25,7 @@ from tests.support import engines
 from tests.support import sparse_checkpoints as sparse
 from tests.support.checkpoint_pair import InMemory
 from tests.support.hf_folders import write_hf
+from tests.support.model_mapping import unclamped
 
 CONFIG = get("super-tiny").but(pattern="M-*EM", vocab_size=300, dense_ffn_hidden_size=128)
 #: More than a chunk of the scan.
@@ -60,7 +61,7 @@ def close(a: Tensor, b: Tensor) -> None:
 
 def test_streams_routing_and_logprobs_are_those_of_transformers(place: Path, ids: Tensor) -> None:
     transformers = pytest.importorskip("transformers")
-    model = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
+    model = unclamped(transformers.AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval())
     seen: dict[str, Tensor] = {}
     gate = model.model.layers[3].mixer.gate
     gate.register_forward_hook(lambda module, args, out: seen.update(experts=out[2]))
