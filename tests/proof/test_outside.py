@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tests.proof.bisect import outside as of_bisect
-from tests.proof.bisect.outside_faults_2 import OUTSIDE_2
 from tests.proof.certify import outside as of_certify
 
 
@@ -13,7 +12,7 @@ def test_causes_were_judged() -> None:
     """Each that bisect names; what was measured are faults of the files."""
     assert of_certify.measured().keys() <= of_certify.OUTSIDE.keys()
     rows = of_bisect.measured()
-    assert rows.keys() <= OUTSIDE_2.keys()
+    assert rows.keys() <= of_bisect.OUTSIDE.keys()
     assert [name for name, row in rows.items() if row["named"] and row["right"] is None] == []
 
 

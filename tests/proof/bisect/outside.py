@@ -1,12 +1,12 @@
 """Faults of others: what bisect says of those that it was not built with.
 
-python -m tests.proof.bisect.outside            # run the second set and write what was found
-python -m tests.proof.bisect.outside NAME …     # run some, of the first set, too
+python -m tests.proof.bisect.outside            # run the third set and write what was found
+python -m tests.proof.bisect.outside NAME …     # run some, of the other sets, too
 
-Both sets were written without knowledge of bisect's hypotheses. The first one was seen while `changes` and
-`factors` were written, the second one while `structure` was: what bisect said of it before stands in the file
-of results as "held out". Whether a cause that is named is the right one was judged by hand, once, and stands
-there, too; a cause that changes is judged anew.
+All sets were written without knowledge of bisect's hypotheses. The first one was seen while `changes` was
+written, the second one while `structure` was, the third one by nobody who wrote bisect: what bisect said of a
+set before it was seen stands in the file of results as "held out". Whether a cause that is named is the right
+one was judged by hand, once, and stands there, too; a cause that changes is judged anew.
 """
 
 from __future__ import annotations
@@ -24,9 +24,12 @@ from megatron_nemotron3.proof.bisect.diagnose import Investigation, Side, cause_
 from tests.proof.bisect import faults
 from tests.proof.bisect import outside_faults as first
 from tests.proof.bisect import outside_faults_2 as second
+from tests.proof.bisect import outside_faults_3 as third
+from tests.proof.bisect import outside_faults_3b as third_b
 from tests.proof.bisect.systems import MODEL, Engine, checkpoint, tokens
 
-OUTSIDE = first.OUTSIDE | second.OUTSIDE_2
+THIRD = third.OUTSIDE_3 | third_b.OUTSIDE_3B
+OUTSIDE = first.OUTSIDE | second.OUTSIDE_2 | THIRD
 PAGE = Path(__file__).parents[3] / "docs" / "bisect.md"
 #: What was found when it was last written.
 GOLDEN = Path(__file__).parents[2] / "golden" / "bisect_outside.json"
@@ -71,12 +74,18 @@ def measured() -> dict[str, dict[str, Any]]:
 
 def counted() -> str:
     """The sentence of the page."""
-    rows = list(measured().values())
-    before, after = (sum(row["right"] is True for row in of) for of in ([r["held out"] for r in rows], rows))
+    rows = measured()
+    unseen = [rows[name]["held out"] for name in THIRD]
+    old = [rows[name] for name in second.OUTSIDE_2]
+    named, before, after = (_right(of) for of in (unseen, [row["held out"] for row in old], old))
     return (
-        f"Of {len(rows)} such faults it named the side of all, and the cause of {before}; after they were "
-        f"seen, the cause of {after}"
+        f"Of {len(unseen)} such faults it named the side of all, and the cause of {named}; of {len(old)} "
+        f"earlier ones the cause of {before}, and of {after} after they were seen"
     )
+
+
+def _right(rows: list[dict[str, Any]]) -> int:
+    return sum(row["right"] is True for row in rows)
 
 
 def main(names: list[str]) -> None:
@@ -86,7 +95,7 @@ def main(names: list[str]) -> None:
     torch.set_num_threads(1)  # other processes share the processors
     rows = measured()
     with world_of_one():
-        for name in names or second.OUTSIDE_2:
+        for name in names or THIRD:
             begin = time.monotonic()
             row = row_of(name, side_of(name))
             old = rows.get(name, {})
@@ -94,7 +103,7 @@ def main(names: list[str]) -> None:
             row["right"] = old.get("right") if old.get("named") == row["named"] else None
             rows[name] = row
             print(f"{name} {time.monotonic() - begin:.0f} s {row}", flush=True)
-            ordered = {one: rows[one] for one in second.OUTSIDE_2 if one in rows}
+            ordered = {one: rows[one] for one in second.OUTSIDE_2 | THIRD if one in rows}
             GOLDEN.write_text(json.dumps(ordered, indent=1) + "\n")
 
 
