@@ -27,7 +27,8 @@ MODEL = get("super-tiny").but(name="three", title="three", pattern="ME*", vocab_
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[MonitoredRun]:
-    """A run at step 42 that tests its gradients."""
+    """A run at step 42 that tests its gradients, and knows no model that another test has built."""
+    monkeypatch.setattr(not_finite, "_WRAPPERS", [])
     monkeypatch.setattr(not_finite, "megatron_options", lambda: SimpleNamespace(curr_iteration=41))
     checked = functools.partial(DistributedDataParallelConfig, check_for_nan_in_grad=True)
     monkeypatch.setattr("tests.support.monitored_run.DistributedDataParallelConfig", checked)
