@@ -40,7 +40,12 @@ from tests.support.refit_reference import trained
 
 FILE = Path(__file__).with_name("engine_packed.json")
 #: Model, recipe, and whether scales of activations are given.
-CASES = (("nano-tiny", "fp8", True), ("super-tiny", "fp8-blockwise", False))
+CASES = (
+    ("nano-tiny", "fp8", True),
+    ("super-tiny", "fp8-blockwise", False),
+    ("super-tiny", "nvfp4", True),
+    ("nano-tiny", "nvfp4", False),
+)
 
 
 def key(case: tuple[str, str, bool]) -> str:

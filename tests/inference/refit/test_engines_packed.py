@@ -24,6 +24,10 @@ def held(name: str, shape: list[int], stream: dict[str, Tensor]) -> Tensor:
     name = name.replace("embed_tokens", "embeddings").replace(
         "mixer.attn.", "mixer.k_proj." if ".k_" in name else "mixer.v_proj."
     )
+    if name.endswith("in_proj.weight_scale_2"):
+        # SGLang 0.5.23 fills the first of the scales of z, x, B, C and dt, and leaves the others as they are.
+        untouched = torch.full(shape, 0x7F7F7F7F, dtype=torch.int32).view(torch.float32)
+        return torch.cat([stream[name].view(1), untouched[1:]])
     if name.endswith("mixer.A"):
         return -stream[f"{name}_log"].float().exp()
     for fused, projection in (("w13_", "up_proj."), ("w2_", "down_proj.")):
