@@ -17,6 +17,7 @@ from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.checkpoints.convert.megatron_args import args_of
 from megatron_nemotron3.models.omni import ARGUMENT, OmniConfig
 from megatron_nemotron3.train.omni.model import LANGUAGE, SOUND, VISION, build
+from tests.support.model_mapping import unclamped
 
 
 def nemotron3(*words: object) -> int:
@@ -112,17 +113,13 @@ def logits(model: Any, media: Any) -> Tensor:
 
 def from_transformers(folder: Path) -> tuple[Any, dict[str, Any]]:
     """transformers' model of a folder, and what it says of the tensors."""
-    import math
-
     from transformers import AutoModelForImageTextToText
 
     model, said = AutoModelForImageTextToText.from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True, attn_implementation="eager"
     )
     model.config.text_config._experts_implementation = "eager"
-    for module in model.modules():
-        if hasattr(module, "time_step_limit"):
-            module.time_step_limit = (0.0, math.inf)
+    for module in unclamped(model).modules():
         if hasattr(module, "compute_default_relative_positional_parameters"):
             # Not stored; inside a process group, `from_pretrained` of 5.23 leaves arbitrary numbers in it.
             module.inv_freq.copy_(module.compute_default_relative_positional_parameters(module.config))

@@ -16,7 +16,7 @@ from megatron_nemotron3.checkpoints.convert.omni_config import omni_json
 from megatron_nemotron3.models.omni import OmniConfig, get_omni
 from megatron_nemotron3.train.omni.processor import make_processor, omni_tokenizer
 from tests.support.engines import tensors
-from tests.support.model_mapping import stack_experts
+from tests.support.model_mapping import stack_experts, unclamped
 from tests.support.omni_oracle import transformers_omni, without_mtp
 
 TEXT = [f"line {i}: what is the word, and who says it? {i * 7 % 23} or none" for i in range(300)]
@@ -48,9 +48,7 @@ def oracle(config: OmniConfig, seed: int) -> Any:
     """transformers' model with random weights that neither vanish nor explode from layer to layer."""
     model = transformers_omni(config)
     model.config.text_config.time_step_limit = (0.0, math.inf)
-    for module in model.modules():
-        if hasattr(module, "time_step_limit"):
-            module.time_step_limit = (0.0, math.inf)  # as in `parity.oracle`
+    unclamped(model)
     model.language_model.load_state_dict(
         stack_experts(tensors(without_mtp(config).language, seed)), strict=True
     )

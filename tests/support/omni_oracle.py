@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +14,7 @@ from megatron_nemotron3.models.omni import OmniConfig
 from megatron_nemotron3.train.omni.encoders import parakeet_config, radio_config
 from megatron_nemotron3.train.omni.model import LANGUAGE, SOUND, VISION, build
 from tests.support import parity
-from tests.support.model_mapping import randomize, to_transformers, transformers_config
+from tests.support.model_mapping import randomize, to_transformers, transformers_config, unclamped
 
 
 def video_rows(model: Any, frames: Tensor) -> list[Tensor]:
@@ -135,9 +134,7 @@ def pair(config: OmniConfig, seed: int) -> tuple[Any, Any]:
     theirs = transformers_omni(config)
     language = to_transformers(parity.weights_of(ours.language_model), config.language)
     theirs.language_model.load_state_dict(language, strict=True)
-    for module in theirs.modules():
-        if hasattr(module, "time_step_limit"):
-            module.time_step_limit = (0.0, math.inf)  # as in `parity.oracle`
+    unclamped(theirs)
     radio = encoders[VISION].encoders["radio"].state_dict()
     if config.vision.final_layernorm:
         norm = {name: radio.pop(f"final_layernorm.{name}") for name in ("weight", "bias")}

@@ -16,7 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_nemotron3.models import Nemotron3Config, get
-from tests.support.model_mapping import megatron_model, randomize, to_transformers, transformers_model
+from tests.support.model_mapping import (
+    megatron_model,
+    randomize,
+    to_transformers,
+    transformers_model,
+    unclamped,
+)
 from tests.support.world import world_of_one
 
 #: More than two chunks of 128 tokens, and not a multiple of one.
@@ -84,10 +90,7 @@ def oracle(model: Nemotron3Config, weights: dict[str, Tensor]) -> Any:
     settings = {"_attn_implementation": "eager", "_experts_implementation": "eager"}
     result = transformers_model(model, **settings).eval()
     result.load_state_dict(weights, strict=True)
-    for module in result.modules():
-        if hasattr(module, "time_step_limit"):
-            module.time_step_limit = (0.0, math.inf)  # it clamps at time_step_min; the family does not
-    return result
+    return unclamped(result)
 
 
 def weights_of(ours: torch.nn.Module) -> dict[str, Tensor]:

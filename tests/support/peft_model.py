@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_nemotron3.models import Nemotron3Config, get
 from tests.support.hf_folders import hf_values
+from tests.support.model_mapping import unclamped
 
 FOLDER = Path(__file__).parents[1] / "golden" / "peft"
 RANK = 3
@@ -58,10 +59,7 @@ def transformers_model(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
-    for module in model.modules():
-        if hasattr(module, "time_step_limit"):
-            module.time_step_limit = (0.0, float("inf"))
-    return model.eval()
+    return unclamped(model).eval()
 
 
 def hf_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

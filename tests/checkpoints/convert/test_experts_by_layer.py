@@ -19,7 +19,7 @@ from megatron_nemotron3.models import PUZZLE, SUPER, count, get
 from tests.support import parity
 from tests.support.hf_folders import write_hf
 from tests.support.megatron_tensors import megatron_tensors
-from tests.support.model_mapping import megatron_model, transformers_from
+from tests.support.model_mapping import megatron_model, transformers_from, unclamped
 from tests.support.world import world_of_one
 
 TINY = get("puzzle-tiny")
@@ -68,9 +68,7 @@ def test_logits_of_transformers_survive_the_way_to_megatron(world: None, tmp_pat
                 tensor.copy_(noise * (tensor.shape[-1] ** -0.5 if tensor.dim() > 1 else 0.1))
             elif tensor.is_floating_point():
                 tensor += 0.05 * noise
-        for module in theirs.modules():
-            if hasattr(module, "time_step_limit"):
-                module.time_step_limit = (0.0, float("inf"))
+    unclamped(theirs)
     write_hf(tmp_path / "hf", config, values=separate_experts(theirs.state_dict()), dtype="float32")
     words = ("--make-vocab-size-divisible-by", 1, "--workers", 1)
     assert nemotron3("convert", "from-hf", tmp_path / "hf", tmp_path / "megatron", *words) == 0

@@ -178,7 +178,7 @@ def test_constants_of_the_release(place: Path, tmp_path: Path) -> None:
 
 
 def test_the_language_model_alone(place: Path, tmp_path: Path) -> None:
-    """MergedOptions out in both directions it is an ordinary folder; put in, it changes nothing else."""
+    """Taken out, in both directions, it is an ordinary folder; put in, it changes nothing else."""
     only = ("--only", "language", "--workers", 1)
     assert nemotron3("convert", "from-hf", place / "hf", tmp_path / "megatron", *only) == 0
     assert nemotron3("convert", "to-hf", place / "megatron", tmp_path / "hf", *only) == 0

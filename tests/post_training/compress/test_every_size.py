@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from tests.post_training.compress.silence import random_scores
 from tests.post_training.compress.test_command import load_strictly
 from tests.post_training.compress.test_cut import CONFIGS, EVERYTHING
 from tests.post_training.compress.test_importance import write
+from tests.support.model_mapping import unclamped
 
 TEXT = torch.randint(0, 2048, (2, 41), generator=torch.Generator().manual_seed(4))
 
@@ -48,9 +48,7 @@ def by_transformers(folder: Path) -> torch.Tensor:
     theirs: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     ).eval()
-    for module in theirs.modules():
-        if hasattr(module, "time_step_limit"):
-            module.time_step_limit = (0.0, math.inf)  # it clamps at time_step_min; the family does not
+    unclamped(theirs)
     with torch.no_grad():
         found: torch.Tensor = theirs(TEXT[:, :-1]).logits
     return found

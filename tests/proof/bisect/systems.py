@@ -5,7 +5,6 @@ Neither shares code with `megatron_nemotron3.proof.bisect`. A fault changes thei
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -150,9 +149,7 @@ class Engine:
             part.to(dtype)
             for name, bias in biases.items():
                 part.get_submodule(name.rpartition(".")[0]).e_score_correction_bias = bias
-            for module in part.modules():
-                if hasattr(module, "time_step_limit"):
-                    module.time_step_limit = (0.0, math.inf)  # as the family; transformers' default clamps
+            model_mapping.unclamped(part)
         #: Called between the prompt and the first decoded token with the cache.
         self.between: Callable[[Any], None] = lambda cache: None
         #: Called after each forward of the model with the cache.
