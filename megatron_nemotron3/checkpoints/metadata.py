@@ -104,6 +104,14 @@ def read_json(path: Path, limit: int = JSON_LIMIT) -> dict[str, Any]:
     return data
 
 
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Read what a conversion wrote of its files: name -> bytes and CRC32, which are not checked here."""
+    files = read_json(path).get("files")
+    if not isinstance(files, dict):
+        raise CheckpointError(f"{path}: it lists no files")
+    return files
+
+
 @dataclass(frozen=True, slots=True)
 class StoredObject:
     """A pickled object: bytes [offset, offset + length) of `file`."""

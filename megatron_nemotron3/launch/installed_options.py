@@ -86,8 +86,7 @@ def row(name: str, version: str) -> dict[str, Any] | None:
 @cache
 def importable(version: str) -> bool:
     """Whether Python imports a Megatron of this minor version."""
-    core = versions.importable()
-    found = versions.version_in(core) if core else ""
+    found = versions.importable_version()
     try:
         return bool(found) and versions.minor(found) == version
     except ValueError:

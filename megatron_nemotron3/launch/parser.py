@@ -103,8 +103,8 @@ def _known(name: str, version: str, omni: bool) -> Argument | None:
 
 def unlisted(names: Iterable[str], version: str) -> list[str]:
     """Return the options that the table lacks and the importable Megatron of minor version `version` has."""
-    lacking = (name for name in names if name.removeprefix("--") not in table()["options"].keys() | _OMNI)
-    return [name for name in lacking if argument(name, version)]
+    listed_names = table()["options"].keys() | _OMNI
+    return [n for n in names if n.removeprefix("--") not in listed_names and argument(n, version)]
 
 
 def argument_default(name: str) -> str | None:

@@ -43,7 +43,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def installed() -> str | None:
     """Return the version of the megatron-core that Python would import; None if there is none."""
-    if (core := importable()) and (found := version_in(core)):
+    if found := importable_version():
         return found
     try:
         return metadata.version("megatron-core")
@@ -66,7 +66,7 @@ def require_supported() -> None:
     """
     if loaded := sys.modules.get("megatron.core"):
         minor(loaded.__version__)
-    elif (core := importable()) and (version := version_in(core)):
+    elif version := importable_version():
         minor(version)
 
 
@@ -87,6 +87,12 @@ def importable() -> Path | None:
     """The folder of the megatron-core that Python would import."""
     found = importlib.util.find_spec("megatron.core") if importlib.util.find_spec("megatron") else None
     return Path(found.origin).parent if found and found.origin else None
+
+
+def importable_version() -> str:
+    """Return the version of the megatron-core that Python would import; "" if none says it."""
+    core = importable()
+    return version_in(core) if core else ""
 
 
 def version_in(core: Path, parts: int = 3) -> str:

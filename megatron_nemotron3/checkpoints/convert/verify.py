@@ -28,7 +28,7 @@ from megatron_nemotron3.checkpoints.convert.plan import bands, whole
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource, raw
 from megatron_nemotron3.checkpoints.convert.streams import BAND
 from megatron_nemotron3.checkpoints.folders import MANIFEST, is_hugging_face
-from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, CheckpointError, explained, read_json
+from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, CheckpointError, explained, read_manifest
 from megatron_nemotron3.checkpoints.read import MappedFile
 from megatron_nemotron3.checkpoints.remote import shown
 from megatron_nemotron3.common.output import BYTES, Bar, count, say, size_text
@@ -200,9 +200,7 @@ def require_manifest(folder: Path, workers: int) -> str | None:
 
 def _compared_with_manifest(folder: Path, workers: int) -> tuple[int, list[str]]:
     """Return how many files the manifest of a folder lists, and a line for each that differs."""
-    entries = read_json(folder / MANIFEST).get("files")
-    if not isinstance(entries, dict):
-        raise CheckpointError(f"{folder / MANIFEST}: it lists no files")
+    entries = read_manifest(folder / MANIFEST)
 
     def work(name: str, read: Callable[[int], None]) -> str | None:
         entry, path = entries[name], folder / name

@@ -270,14 +270,12 @@ def arguments_of(before: Mapping[str, Any], after: Mapping[str, Any]) -> Finding
 def apart(what: str, before: Tensors, after: Tensors, allowed: Tensors, where: str) -> Finding:
     """Return a finding that names every tensor that differs by more than rounding explains."""
     lost, new = before.keys() - after.keys(), after.keys() - before.keys()
+    both = {k: t for k, t in before.items() if k in after}
+    same = {k: t for k, t in both.items() if t.shape == after[k].shape}
     shapes = [
-        f"{k} ({list(t.shape)} became {list(after[k].shape)})"
-        for k, t in before.items()
-        if k in after and t.shape != after[k].shape
+        f"{k} ({list(t.shape)} became {list(after[k].shape)})" for k, t in both.items() if k not in same
     ]
-    found = compare.shares(
-        {k: t for k, t in before.items() if k in after and t.shape == after[k].shape}, after, allowed
-    )
+    found = compare.shares(same, after, allowed)
     worst = max((share for _, share in found.values()), key=lambda s: (s != s, s), default=0.0)
     differing = [key for key, (_, share) in found.items() if not share <= 1]
     every = [f"all {len(found)} tensors"] if len(differing) == len(found) > 1 else differing
