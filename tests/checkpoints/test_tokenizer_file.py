@@ -10,6 +10,7 @@ import pytest
 
 from megatron_nemotron3.checkpoints.folders import require_tokenizer
 from megatron_nemotron3.checkpoints.tokenizer_file import MOST_IDS, repeats_repeated, require_bounded
+from megatron_nemotron3.common import limits
 from megatron_nemotron3.inference.generate.text import Tokenizer
 from megatron_nemotron3.train.data import train_tokenizer
 from megatron_nemotron3.train.teacher.vocabulary import ByteVocabulary
@@ -28,13 +29,31 @@ def split(pattern: str) -> dict[str, Any]:
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
+def with_pattern(folder: Path, pattern: str) -> Path:
+    train_tokenizer(["one two three"], 300, folder)
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "pre_tokenizer": split(pattern)}))
+    return file
+
+
 def replaced(text: str, new: str) -> dict[str, Any]:
     return {"type": "Replace", "pattern": {"String": text}, "content": new}
 
 
 @pytest.mark.parametrize("pattern", RELEASED)
-def test_patterns_of_released_tokenizers_pass(pattern: str) -> None:
+def test_patterns_of_released_tokenizers_pass(pattern: str, tmp_path: Path) -> None:
     assert not repeats_repeated(pattern)
+    require_bounded(with_pattern(tmp_path, pattern))
+
+
+def test_a_pattern_whose_time_grows_faster_than_its_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing in it is repeated twice; 4,000 equal characters take half a minute."""
+    file = with_pattern(tmp_path, "(?=q*q*[xy])q")
+    monkeypatch.setattr(limits, "SECONDS", 1)
+    with pytest.raises(ValueError, match="takes more than 1 s"):
+        require_bounded(file)
 
 
 @pytest.mark.parametrize("pattern", ["(a+)+$", "(?:a*b)*", "((a|b+))*c", "(?i:x{2,})+", "(?=(a+)+b)"])
