@@ -28,7 +28,7 @@ ROOMS = {
     "cpu": 1070,
     "precision": 4353,
     "layers": 4358,
-    "checkpoints": 12070,
+    "checkpoints": 12075,
     "launch": 10707,
     "boundary": 4340,
     "train": 10148,
