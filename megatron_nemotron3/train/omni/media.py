@@ -73,8 +73,7 @@ def load_picture(path: str) -> Any:
 def sound_length(path: str, sampling_rate: int) -> int:
     """Number of samples at `sampling_rate`, in Hz; nothing is decoded."""
     with _named(path, "sound (WAV, FLAC, Ogg or MP3)"):
-        header = _sound_header(path)
-        length = math.ceil(header.frames * sampling_rate / header.samplerate)
+        length = _sound_length(path, sampling_rate)
     _long_enough(path, length, sampling_rate)
     return length
 
@@ -85,7 +84,7 @@ def load_sound(path: str, sampling_rate: int) -> Any:
         import numpy as np
         from transformers.audio_utils import load_audio
 
-        _sound_header(path)
+        _sound_length(path, sampling_rate)
         samples = load_audio(path, sampling_rate=sampling_rate, backend="soundfile")
         if not np.isfinite(samples).all():
             raise MediaError(f"{path}: the sound has samples that are not finite")
@@ -137,17 +136,18 @@ def load_video(path: str, indices: Sequence[int]) -> Any:
     return np.stack(frames)
 
 
-def _sound_header(path: str) -> Any:
-    """What the header says, which is all that libsndfile decodes."""
+def _sound_length(path: str, sampling_rate: int) -> int:
+    """Number of samples at this rate, by the header, which also bounds what libsndfile decodes."""
     import soundfile
 
     header = soundfile.info(path)
-    if header.frames * header.channels > MOST_VALUES:
+    length = math.ceil(header.frames * sampling_rate / header.samplerate)
+    if max(header.frames * header.channels, length) > MOST_VALUES:
         raise MediaError(
-            f"{path}: a sound of {header.frames:,} x {header.channels} values; at most {MOST_VALUES:,} are "
-            "decoded: cut it, or give one channel at a lower rate"
+            f"{path}: a sound of {header.frames:,} x {header.channels} values, {length:,} at "
+            f"{sampling_rate:,} Hz; at most {MOST_VALUES:,} are read: cut it, or lower its rate"
         )
-    return header
+    return length
 
 
 @contextmanager

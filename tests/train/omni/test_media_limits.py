@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -26,14 +27,29 @@ def test_a_long_sound(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("short.flac", "long.wav"):
         path = str(folder / name)
         header = soundfile.info(path)
-        values = header.frames * header.channels
+        length = math.ceil(header.frames * 16000 / header.samplerate)
+        values = max(header.frames * header.channels, length)
         monkeypatch.setattr(media, "MOST_VALUES", values)
-        assert media.sound_length(path, 16000) == len(media.load_sound(path, 16000))
+        assert media.sound_length(path, 16000) == length == len(media.load_sound(path, 16000))
         monkeypatch.setattr(media, "MOST_VALUES", values - 1)
-        said = f"a sound of {header.frames:,} x {header.channels} values; at most {values - 1:,}"
+        said = (
+            f"{header.frames:,} x {header.channels} values, {length:,} at 16,000 Hz; at most {values - 1:,}"
+        )
         for read in (media.sound_length, media.load_sound):
             with pytest.raises(media.MediaError, match=said):
                 read(path, 16000)
+
+
+def test_a_sound_that_grows(tmp_path: Path) -> None:
+    """At 1 Hz in its header, 20 KB of samples become 640 MB at the rate of the model."""
+    import numpy as np
+    import soundfile
+
+    path = str(tmp_path / "slow.wav")
+    soundfile.write(path, np.zeros(10_000), 1, subtype="PCM_16")
+    for read in (media.sound_length, media.load_sound):
+        with pytest.raises(media.MediaError, match="160,000,000 at 16,000 Hz"):
+            read(path, 16000)
 
 
 @pytest.mark.parametrize("name", ["even.mp4", "odd.mkv"])
