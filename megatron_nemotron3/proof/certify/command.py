@@ -89,6 +89,10 @@ def certify(options: argparse.Namespace, command: argparse.ArgumentParser) -> in
     _require_memory(max(sizes.layout.world_size for sizes in proxy.sizes))
     document = certificate.UPGRADE_JSON if against else certificate.JSON
     _require_folder(folder, document)
+    if against:
+        from megatron_nemotron3.proof.certify.upgrade import require_importable
+
+        require_importable(against)
     begun = time.monotonic()
     with (
         result(options.json),

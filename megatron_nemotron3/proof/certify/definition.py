@@ -7,7 +7,7 @@ documents that is ignored, a bias that weighs and not only chooses) shows here a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -88,7 +88,8 @@ _MOE: dict[str, tuple[Any, ...]] = {
     "moe_router_force_load_balancing": (False,),
     "moe_router_force_biased": (None,),
 }
-_OPTIMIZER: dict[str, tuple[Any, ...]] = {"optimizer": ("adam",), "decoupled_weight_decay": (True,)}
+#: The same of the optimizer.
+OPTIMIZER: dict[str, tuple[Any, ...]] = {"optimizer": ("adam",), "decoupled_weight_decay": (True,)}
 
 
 def definition(bench: Bench) -> Iterator[Finding]:
@@ -128,23 +129,32 @@ def _defined(bench: Bench, where: str) -> Iterator[Finding]:
     except (RuntimeError, TimeoutError) as problem:
         yield failed("training", where, last_line(problem))
         return
-    if unwritten := _unwritten(args, _MODEL | (_MOE if case.config.is_moe else {})):
+    if unwritten := unwritten_model(args, case.config.is_moe):
         yield untested("definition", unwritten, where)
         return
-    if unwritten := _unwritten(args, _OPTIMIZER):
+    if unwritten := unwritten_of(args, OPTIMIZER):
         yield untested("optimizer", unwritten, where)
+    for distance in worst_of(_compared(case, Objective.of(args), steps)):
+        if distance.what != "optimizer" or not unwritten:
+            yield verdict(distance, where)
+
+
+def worst_of(distances: Iterable[Distance]) -> list[Distance]:
+    """Return the farthest of each property."""
     found: dict[str, Distance] = {}
-    for distance in _compared(case, Objective.of(args), steps):
+    for distance in distances:
         worst = found.setdefault(distance.what, distance)
         if not distance.share <= worst.share:
             found[distance.what] = distance
-    for what, distance in found.items():
-        if what == "optimizer" and unwritten:
-            continue
-        yield verdict(distance, where)
+    return list(found.values())
 
 
-def _unwritten(args: Any, values: dict[str, tuple[Any, ...]]) -> str:
+def unwritten_model(args: Any, moe: bool) -> str:
+    """Say which argument of the model or its loss has a value for which nothing is written; "" for none."""
+    return unwritten_of(args, _MODEL | (_MOE if moe else {}))
+
+
+def unwritten_of(args: Any, values: dict[str, tuple[Any, ...]]) -> str:
     """Say which of Megatron's arguments has a value for which nothing is written; "" for none."""
     for name, written in values.items():
         if (given := getattr(args, name, written[0])) not in written:
@@ -157,10 +167,7 @@ def _compared(case: TrainingCase, objective: Objective, steps: Sequence[Observed
     for number, seen in enumerate(steps):
         batch = global_batch(case, number)
         defined = define(case, objective, seen.before, batch, seen.choices)
-        for routing in defined.routings:
-            gap, masks = _behind(routing), seen.choices.get(routing.layer, ())
-            others = any((mask.sum(-1) != routing.chosen.shape[-1]).any() for mask in masks)
-            yield Distance("router choices", routing.layer, math.inf if others else max(0.0, gap) / _TIE, gap)
+        yield from chosen(defined.routings, seen.choices)
         yield farthest("logits", _named(defined.logits), seen.logits, seen.logits_noise)
         yield numbers("losses", [defined.loss], [seen.loss])
         if defined.mtp:
@@ -177,6 +184,17 @@ def _compared(case: TrainingCase, objective: Objective, steps: Sequence[Observed
 
 def _named(logits: Sequence[Tensor]) -> Tensors:
     return {f"logits of depth {depth}" if depth else "logits": t for depth, t in enumerate(logits)}
+
+
+def chosen(routings: Sequence[Routing], choices: Mapping[str, Sequence[Tensor]]) -> Iterator[Distance]:
+    """Yield how far each router's choice ranks behind the best; infinite if it chose another number.
+
+    choices: layer -> masks [b, s, e], call by call.
+    """
+    for routing in routings:
+        gap, masks = _behind(routing), choices.get(routing.layer, ())
+        others = any((mask.sum(-1) != routing.chosen.shape[-1]).any() for mask in masks)
+        yield Distance("router choices", routing.layer, math.inf if others else max(0.0, gap) / _TIE, gap)
 
 
 def _behind(routing: Routing) -> float:
@@ -202,7 +220,7 @@ def _biases(objective: Objective, seen: ObservedStep) -> Iterator[Distance]:
 # What follows runs on the one rank.
 
 
-class _ModelWatch:
+class ModelWatch:
     """What the routers and the output layer of a model give, while it is computed."""
 
     def __init__(self, model: Any) -> None:
@@ -221,6 +239,7 @@ class _ModelWatch:
         self.logits.append(output[0].detach().transpose(0, 1).clone())
 
     def take(self, microbatches: int) -> tuple[dict[str, list[Tensor]], Tensors]:
+        """Return choices and logits of so many micro-batches, and begin anew."""
         choices = {layer: _by_call(calls, microbatches) for layer, calls in self.choices.items()}
         *ahead, own = _by_call(self.logits, microbatches)  # Megatron computes MTP's first
         self.choices, self.logits = {}, []
@@ -236,7 +255,7 @@ def _observe(case: TrainingCase, start: Tensors) -> tuple[list[ObservedStep], An
     """Train, and measure at every step what it changes to move all weights to a neighboring float."""
     run = TrainingRun(case, start)
     model = unwrapped(run.chunks[0])
-    watch = _ModelWatch(model)
+    watch = ModelWatch(model)
     buffers = list(model.buffers())
     terms = case.sequences * case.seq_length
     steps = []

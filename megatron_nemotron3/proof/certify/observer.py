@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import gc
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -62,12 +62,16 @@ class OptimizerObserver:
 
     Args:
         own: note the weights that a step computes with (`MODEL`) and the facts of `read_facts`, too.
+        each_step: called before each step.
     """
 
-    def __init__(self, folder: Path, rank: int, own: bool = False) -> None:
+    def __init__(
+        self, folder: Path, rank: int, own: bool = False, each_step: Callable[[], None] | None = None
+    ) -> None:
         self._file = _file(folder, rank, "seen")
         self._facts = FirstStep(_file(folder, rank, "facts")) if own else None
         self._models: dict[int, Any] = {}
+        self._each_step = each_step
         self._step = 0
         self._forward = False
         #: (step, kind) -> (address, values) of each shard.
@@ -102,6 +106,8 @@ class OptimizerObserver:
     def _before(self, inner: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
         if self._forward:  # the first of a step's optimizers
             self._forward, self._step = False, self._step + 1
+            if self._each_step is not None:
+                self._each_step()
         if not self._step:  # Megatron makes a step to allocate the state that it is to load
             return
         if self._facts is not None:

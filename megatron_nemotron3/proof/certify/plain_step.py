@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_nemotron3.checkpoints.convert import inventory
 from megatron_nemotron3.checkpoints.convert.plan import apply
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.models.definition import Definition, Routing, shifted
+from megatron_nemotron3.models.definition import Definition, Forward, Routing, shifted
 from megatron_nemotron3.proof.certify.case import TrainingCase
 from megatron_nemotron3.proof.certify.tensors import Tensors
 
@@ -77,6 +77,8 @@ class DefinedStep:
     logits: list[Tensor]
     gradients: Tensors
     routings: list[Routing]
+    #: Layer -> (kind of a loss of its router, or "z") -> the mean over micro-batches, without coefficient.
+    routers: dict[str, dict[str, float]]
 
 
 def define(
@@ -85,6 +87,7 @@ def define(
     weights: Tensors,
     batch: Mapping[str, Tensor],
     choices: Mapping[str, Sequence[Tensor]],
+    rows: Sequence[Sequence[int]] = (),
 ) -> DefinedStep:
     """Compute one step.
 
@@ -92,30 +95,33 @@ def define(
         weights: of the whole model by checkpoint key.
         choices: the experts that the routers chose elsewhere, by layer, call by call, a mask [b, s, e] each.
             They are taken, because between two nearly equal experts rounding decides.
+        rows: lengths of the documents of each row; default: those of the case.
     """
-    documents = case.documents or (case.seq_length,)
+    sequences = len(batch["tokens"])
+    rows = rows or [case.documents or (case.seq_length,)] * sequences
+    alike = all(row == rows[0] for row in rows)
+    groups = [slice(0, sequences)] if alike else [slice(i, i + 1) for i in range(sequences)]
     # Expert biases have no gradient.
     parameters = {
         key: t.double().requires_grad_(not key.endswith("expert_bias")) for key, t in weights.items()
     }
-    calls = {layer: iter(masks) for layer, masks in choices.items()}
-
-    def choose(routing: Routing) -> Tensor:
-        mask = next(calls.get(routing.layer, iter(())), None)
-        return routing.chosen if mask is None else mask.int().topk(routing.chosen.shape[-1]).indices
-
     model = Definition(case.config, by_hf_name(case.config, parameters).__getitem__, torch.float64)
-    passed = model(batch["tokens"], documents, choose=choose)
-    depths = len(passed.logits) - 1
+    passes = [_passed(model, batch["tokens"], group, rows, choices) for group in groups]
+    every_logits = [torch.cat(same) for same in zip(*(one.logits for one in passes))]
+    routings = [_joined(same) for same in zip(*(one.routings for one in passes))]
+    depths = len(every_logits) - 1
+
+    def ahead_of(name: str, by: int) -> Tensor:
+        return torch.cat([shifted(batch[name][group], rows[group.start], by) for group in groups])
+
     # [sequences, s] of the decoder and of each depth: loss of every token, and whether it counts.
     losses, masks = [], []
-    for ahead, logits in enumerate(passed.logits):
-        targets = shifted(batch["labels"], documents, ahead)
-        chosen = logits.gather(-1, targets[..., None]).squeeze(-1)
+    for ahead, logits in enumerate(every_logits):
+        chosen = logits.gather(-1, ahead_of("labels", ahead)[..., None]).squeeze(-1)
         losses.append(logits.logsumexp(-1) - chosen)
-        masks.append(shifted(batch["loss_mask"], documents, ahead).double())
+        masks.append(ahead_of("loss_mask", ahead).double())
     size = case.micro_batch_size
-    parts = [slice(first, first + size) for first in range(0, case.sequences, size)]
+    parts = [slice(first, first + size) for first in range(0, sequences, size)]
     counted = masks[0].sum()
     # What the mean of a micro-batch weighs; and by Megatron, of the whole loss of its routers.
     shares = [masks[0][part].sum() / counted if objective.per_token else 1 / len(parts) for part in parts]
@@ -127,16 +133,40 @@ def define(
         weight = objective.mtp / depths if ahead else 1.0
         total = total + weight * torch.stack([share * mean for share, mean in zip(shares, depth)]).sum()
     repeats = depths if case.config.mtp_use_repeated_layer else 1
-    total += routed * _of_routers(objective, passed.routings, parts, repeats)
+    noted: dict[str, dict[str, float]] = {}
+    total += routed * _of_routers(objective, routings, parts, repeats, noted)
     trained = {key: t for key, t in parameters.items() if t.requires_grad}
     gradients = torch.autograd.grad(total, list(trained.values()), materialize_grads=True)
     return DefinedStep(
         loss=((losses[0] * masks[0]).sum() / counted).item(),
         mtp=[torch.stack(depth).mean().item() for depth in means[1:]],
-        logits=[t.detach() for t in passed.logits],
+        logits=[t.detach() for t in every_logits],
         gradients=dict(zip(trained, gradients)),
-        routings=passed.routings,
+        routings=routings,
+        routers=noted,
     )
+
+
+def _passed(
+    model: Definition,
+    tokens: Tensor,
+    group: slice,
+    rows: Sequence[Sequence[int]],
+    choices: Mapping[str, Sequence[Tensor]],
+) -> Forward:
+    """The forward pass of rows with the same documents."""
+    calls = {layer: iter(masks) for layer, masks in choices.items()}
+
+    def choose(routing: Routing) -> Tensor:
+        mask = next(calls.get(routing.layer, iter(())), None)
+        return routing.chosen if mask is None else mask[group].int().topk(routing.chosen.shape[-1]).indices
+
+    return model(tokens[group], rows[group.start], choose=choose)
+
+
+def _joined(calls: Sequence[Routing]) -> Routing:
+    parts = zip(*((call.logits, call.ranked, call.chosen) for call in calls))
+    return Routing(calls[0].layer, *map(torch.cat, parts))
 
 
 def by_hf_name(config: Nemotron3Config, weights: Tensors) -> Tensors:
@@ -156,7 +186,11 @@ def _mean(loss: Tensor, mask: Tensor) -> Tensor:
 
 
 def _of_routers(
-    objective: Objective, routings: Sequence[Routing], parts: Sequence[slice], repeats: int
+    objective: Objective,
+    routings: Sequence[Routing],
+    parts: Sequence[slice],
+    repeats: int,
+    noted: dict[str, dict[str, float]],
 ) -> Tensor:
     total = torch.zeros((), dtype=torch.float64)
     layers: dict[str, list[Routing]] = {}
@@ -181,8 +215,15 @@ def _of_routers(
                 else:  # the average of what the router has seen in this step
                     loss = _balance(scores.flatten(0, 1), seen / (i + 1), topk)
                 total = total + weight * coefficient * loss
-            total = total + weight * objective.z * logits.logsumexp(-1).square().mean()
+                _add(noted.setdefault(layer, {}), kind, weight * loss / len(parts))
+            z = logits.logsumexp(-1).square().mean()
+            total = total + weight * objective.z * z
+            _add(noted.setdefault(layer, {}), "z", weight * z / len(parts))
     return total
+
+
+def _add(sums: dict[str, float], name: str, value: Tensor) -> None:
+    sums[name] = sums.get(name, 0.0) + value.item()
 
 
 def _balance(scores: Tensor, counts: Tensor, topk: int) -> Tensor:

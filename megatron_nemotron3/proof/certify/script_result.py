@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
+
+import torch
 
 from megatron_nemotron3.proof.certify import observer
 from megatron_nemotron3.proof.certify.bench import Finding, failed
-from megatron_nemotron3.proof.certify.compare import farthest, spread, verdict
+from megatron_nemotron3.proof.certify.compare import equal, farthest, spread, verdict
 from megatron_nemotron3.proof.certify.tensors import Tensors, unmatched
 from megatron_nemotron3.train.log import Curve
 
 R = TypeVar("R")
+#: Gradient norms are printed with three decimals.
+_NORM = 1e-3
 
 
 @dataclass(frozen=True)
@@ -71,3 +77,38 @@ class NoiseComparison(Generic[R]):
             return failed(what, where, odd)
         allowed = spread(expected, moved, self.terms, least)
         return verdict(farthest(what, expected, of(found), allowed), where, detail)
+
+
+def run_findings(
+    compared: NoiseComparison, base: ScriptResult, found: ScriptResult, where: str
+) -> Iterator[Finding]:
+    """Hold a run of two steps against one process."""
+    yield compared("losses (script)", found, where, partial(logged, "lm loss"))
+    for what, names in (("losses of MTP", r"mtp_\d+ loss"), ("losses of routers", r"\w+_loss")):
+        if any(re.fullmatch(names, name) for name in base.curve.steps[1].values):
+            yield compared(f"{what} (script)", found, where, partial(logged, names))
+    if set(base.curve.validation) & set(found.curve.validation):
+        yield compared("validation loss (script)", found, where, evaluated)
+    yield compared("gradient norms (script)", found, where, partial(logged, "grad norm"), _NORM)
+    yield compared("learning rates (script)", found, where, partial(logged, "learning rate"))
+    for step in (1, 2):
+        yield compared(
+            f"gradients of step {step} (script)", found, where, partial(ScriptResult.gradients, step=step)
+        )
+    yield compared("weights after two steps (script)", found, where, partial(ScriptResult.weights, step=2))
+    yield equal("expert biases (script)", base.biases(2), found.biases(2), where)
+
+
+def logged(pattern: str, ran: ScriptResult) -> Tensors:
+    """Return the numbers of a run's log whose names match, of each step."""
+    return {
+        f"{name}, step {number}": torch.tensor(value, dtype=torch.float64)
+        for number, step in sorted(ran.curve.steps.items())
+        for name, value in step.values.items()
+        if re.fullmatch(pattern, name)
+    }
+
+
+def evaluated(ran: ScriptResult) -> Tensors:
+    """Return the validation loss after the first step."""
+    return {"validation loss, step 1": torch.tensor(ran.curve.validation[1], dtype=torch.float64)}

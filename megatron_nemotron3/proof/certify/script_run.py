@@ -27,19 +27,20 @@ _TEMPLATE = (
     "{% if add_generation_prompt %}<assistant> {% endif %}"
 )
 _MARKS = ("<unk>", "<pad>", "<user>", "<assistant>", "<end>")
-_SPLIT = ("--split", "100,0,0")
+_SPLIT = ("--split", "90,10,0")
 #: Conversations or documents.
 _COUNT = 200
 
 
 def write_text(folder: Path, tokens: int, longest: int, blended: bool, seed: int = 0) -> list[str]:
-    """Write documents of up to `longest` tokens; return the options that read them."""
+    """Write few long documents and many short ones, so that another number of tokens of each row ends a
+    document; return the options that read them."""
     random, tokenizer = Random(seed), TokenizerInfo("NullTokenizer", None, vocab_size=tokens, eod=tokens - 1)
     names = ("text", "more") if blended else ("text",)
     for name in names:
         documents = (
-            "".join(chr(random.randrange(tokens - 1)) for _ in range(random.randint(1, longest)))
-            for _ in range(_COUNT)
+            "".join(chr(random.randrange(tokens - 1)) for _ in range(random.randint(1, most)))
+            for most in random.choices((8, 2 * longest), weights=(4, 1), k=_COUNT)
         )
         write_dataset(documents, tokenizer, folder / name)
     text = [str(folder / name) for name in names]
@@ -93,6 +94,8 @@ _STYLES = ("linear", "constant", "cosine", "inverse-square-root", "WSD")
 def schedule_of(given: Mapping[str, Sequence[str]]) -> list[str]:
     """Options of two steps that change the learning rate as a launch does: the warm-up ends between them.
 
+    The decay has three steps, because after half of it a line and a cosine are equal.
+
     given: option -> values of the launch.
     """
 
@@ -101,7 +104,7 @@ def schedule_of(given: Mapping[str, Sequence[str]]) -> list[str]:
 
     style = value("--lr-decay-style", _STYLES[0])
     style = style if style in _STYLES else _STYLES[0]
-    words = ["--lr-decay-style", style, "--lr-decay-iters", "2", "--min-lr", "1e-3"]
+    words = ["--lr-decay-style", style, "--lr-decay-iters", "3", "--min-lr", "1e-3"]
     if style == "WSD":
         words += ["--lr-wsd-decay-iters", "2"]
         words += ["--lr-wsd-decay-style", value("--lr-wsd-decay-style", "exponential")]
@@ -166,7 +169,9 @@ def curve_of(folder: Path, ranks: int) -> log.Curve:
     """What the ranks of a run have logged."""
     curve = log.Curve()
     for rank in range(ranks):
-        curve.steps |= log.read(str(_log(folder, rank))).steps
+        found = log.read(str(_log(folder, rank)))
+        curve.steps |= found.steps
+        curve.validation |= found.validation
     return curve
 
 
@@ -213,6 +218,7 @@ def _on_rank(
     from megatron_nemotron3.cpu.async_save import forked_results
     from megatron_nemotron3.cpu.megatron import initialized_by_rank
     from megatron_nemotron3.proof.certify.observer import OptimizerObserver
+    from megatron_nemotron3.proof.certify.script_definition import BatchWatch
     from megatron_nemotron3.run import main
 
     rank = int(os.environ["RANK"])
@@ -226,7 +232,11 @@ def _on_rank(
     os.environ["PYTHONWARNINGS"] = "ignore"
     if fault is not None:
         fault()
-    OptimizerObserver(folder, rank, own).install()
+    alone = os.environ["WORLD_SIZE"] == "1" and BOOST not in os.environ
+    watch = BatchWatch(folder) if alone else None
+    if watch is not None:
+        watch.install()
+    OptimizerObserver(folder, rank, own, None if watch is None else watch.write).install()
     if killed_in is not None and rank == 0:
         _kill_all_in_the_second_save(killed_in, folder)
     try:

@@ -38,7 +38,9 @@ from megatron_nemotron3.proof.certify.compare import (
 from megatron_nemotron3.proof.certify.large import CHECKOUT
 from megatron_nemotron3.proof.certify.layouts import Sizes
 from megatron_nemotron3.proof.certify.ranks import run_distributed
-from megatron_nemotron3.proof.certify.script_result import NoiseComparison, ScriptResult
+from megatron_nemotron3.proof.certify.script_definition import WHERE as DEFINITION
+from megatron_nemotron3.proof.certify.script_definition import defined
+from megatron_nemotron3.proof.certify.script_result import NoiseComparison, ScriptResult, run_findings
 from megatron_nemotron3.proof.certify.script_run import (
     curve_of,
     run_script,
@@ -62,8 +64,8 @@ _BLENDS = {"--train-data-path", "--per-split-data-args-path", "--data-args-path"
 _OF_FSDP = "fsdp_dtensor"
 _FSDP = "--use-megatron-fsdp"
 _STOCK_ONLY = {"--hybrid-context-parallel"}
-#: Gradient norms are printed with three decimals.
-_NORM = 1e-3
+#: One batch after each step.
+_EVALUATING = ("--eval-iters", "1")
 MONITORS = "monitors of the first step"
 #: What a run that fails raises.
 FAILURES = (RuntimeError, TimeoutError)
@@ -112,7 +114,7 @@ class ScriptRuns:
         self.options = (
             *data,
             *("--data-cache-path", str(self.folder / "cache")),
-            *("--eval-iters", "0", "--eval-interval", "100", "--log-interval", "1"),
+            *("--eval-iters", "0", "--eval-interval", "1", "--log-interval", "1"),
             *schedule_of({name: flag.values for name, flag in self.given.items()}),
         )
 
@@ -127,6 +129,13 @@ class ScriptRuns:
 
     def fresh(self, number: int = 0, name: str = "start") -> tuple[str, ...]:
         return ("--load", str(self.folder / name / str(number)), "--finetune")
+
+    def run_bases(self) -> NoiseComparison[ScriptResult]:
+        """Run one process, from each of the initial weights."""
+        self.bases = [
+            self.run(f"one-{n}", None, *self.fresh(n), *_EVALUATING, watched=True) for n in range(1 + NUDGES)
+        ]
+        return NoiseComparison(self.bases, self.terms)
 
     def depend_on_rounding(self) -> bool:
         """As `compare.depends_on_rounding`, of the script in one process."""
@@ -152,8 +161,8 @@ class ScriptRuns:
         killed_in: Path | None = None,
         own: bool = False,
     ) -> ScriptResult:
-        words = self.words(name, sizes, *options, watched=watched)
-        run_script(words, self.bench.case(sizes), self.folder / name, self.bench.timeout, killed_in, own)
+        words, place = self.words(name, sizes, *options, watched=watched), self.folder / name
+        run_script(words, self.bench.case(sizes), place, self.bench.timeout, killed_in, own)
         return self.result(name, sizes)
 
     def words(self, name: str, sizes: Sizes | None, *options: str, watched: bool = False) -> list[str]:
@@ -194,24 +203,36 @@ def _script(scripts: ScriptRuns, seed: int) -> Iterator[Finding]:
     scripts.write_data(seed)
     scripts.write_starts()
     try:
-        bases = [scripts.run(f"one-{n}", None, *scripts.fresh(n), watched=True) for n in range(1 + NUDGES)]
+        compared = scripts.run_bases()
     except FAILURES as problem:
         yield failed("training", "one process", last_line(problem))
         return
+    yield from defined_findings(scripts, compared)
     first = bench.proxy.sizes[0]
     where = str(first)
     try:
-        options = (*scripts.fresh(), *scripts.saving)
+        options = (*scripts.fresh(), *scripts.saving, *_EVALUATING)
         killed = scripts.run("layout", first, *options, watched=True, killed_in=scripts.saved)
     except FAILURES as problem:
         yield failed("training", where, last_line(problem))
         return
-    scripts.bases, compared = bases, NoiseComparison(bases, scripts.terms)
-    yield from run_findings(compared, bases[0], killed, where)
+    yield from run_findings(compared, scripts.bases[0], killed, where)
     yield from checkpoint_findings(scripts, killed, where)
     yield from resume_findings(scripts, first, killed, where)
     for other in _others(bench.proxy.sizes, bench.proxy.case.sequences):
-        yield from other_layout_findings(scripts, compared, other, bases[0], killed)
+        yield from other_layout_findings(scripts, compared, other, scripts.bases[0], killed)
+
+
+def defined_findings(scripts: ScriptRuns, compared: NoiseComparison[ScriptResult]) -> Iterator[Finding]:
+    """Hold the one process against the definition of what it drew."""
+    bench, base = scripts.bench, scripts.bases[0]
+    if bench.proxy.case.boost is not None or bench.proxy.case.lora is not None:
+        return
+    begun = weights(bench.case(None, fault=None))
+    by, found = defined(bench.case(None), begun, base, scripts.folder / "one-0")
+    yield from found
+    if by is not None:
+        yield from run_findings(compared, base, by, DEFINITION)
 
 
 def reason_against(scripts: ScriptRuns) -> str | None:
@@ -224,24 +245,6 @@ def reason_against(scripts: ScriptRuns) -> str | None:
     if bench.checkout is None and (stock := _STOCK_ONLY.intersection(given)):
         return f"{min(stock)}: only the stock script has it: name a checkout of Megatron-LM, {CHECKOUT}"
     return None
-
-
-def run_findings(
-    compared: NoiseComparison, base: ScriptResult, found: ScriptResult, where: str
-) -> Iterator[Finding]:
-    """Hold a run of two steps against one process."""
-    yield compared("losses (script)", found, where, partial(logged, "lm loss"))
-    for what, names in (("losses of MTP", r"mtp_\d+ loss"), ("losses of routers", r"\w+_loss")):
-        if any(re.fullmatch(names, name) for name in base.curve.steps[1].values):
-            yield compared(f"{what} (script)", found, where, partial(logged, names))
-    yield compared("gradient norms (script)", found, where, partial(logged, "grad norm"), _NORM)
-    yield compared("learning rates (script)", found, where, partial(logged, "learning rate"))
-    for step in (1, 2):
-        yield compared(
-            f"gradients of step {step} (script)", found, where, partial(ScriptResult.gradients, step=step)
-        )
-    yield compared("weights after two steps (script)", found, where, partial(ScriptResult.weights, step=2))
-    yield equal("expert biases (script)", base.biases(2), found.biases(2), where)
 
 
 def resume_findings(
@@ -361,16 +364,6 @@ def other_layout_findings(
     if optimizer:
         yield compared("weights after loading", found, where, partial(second, ScriptResult.weights))
     yield equal("expert biases after loading", base.biases(2), found.biases(1), where)
-
-
-def logged(pattern: str, ran: ScriptResult) -> Tensors:
-    """Return the numbers of a run's log whose names match, of each step."""
-    return {
-        f"{name}, step {number}": torch.tensor(value, dtype=torch.float64)
-        for number, step in sorted(ran.curve.steps.items())
-        for name, value in step.values.items()
-        if re.fullmatch(pattern, name)
-    }
 
 
 def monitors(bench: Bench) -> Iterator[Finding]:

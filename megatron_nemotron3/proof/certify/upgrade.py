@@ -35,7 +35,7 @@ from megatron_nemotron3.proof.certify.bench import (
     with_other_data,
 )
 from megatron_nemotron3.proof.certify.layouts import Sizes
-from megatron_nemotron3.proof.certify.script_result import ScriptResult
+from megatron_nemotron3.proof.certify.script_result import ScriptResult, logged
 from megatron_nemotron3.proof.certify.script_run import run_script
 from megatron_nemotron3.proof.certify.tensors import Tensors
 from megatron_nemotron3.train.log import MILLISECONDS
@@ -79,6 +79,32 @@ def upgrade(bench: Bench) -> Iterator[Finding]:
         return moved and runs[-1].own.depend_on_rounding()
 
     yield from with_other_data(findings, tied, 2)
+
+
+def _environment(checkout: Path) -> dict[str, str]:
+    """Variables with which a process imports the Megatron of a checkout."""
+    path = [checkout, _ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "PYTHONSAFEPATH": "1"}
+
+
+def require_importable(checkout: Path) -> None:
+    """Import the Megatron of a checkout in a process of its own.
+
+    Raises:
+        ValueError: it does not import.
+    """
+    words = [sys.executable, "-W", "ignore", "-c", "import megatron.core.models.hybrid.hybrid_model"]
+    ran = subprocess.run(
+        words,
+        env=_environment(checkout),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        check=False,
+    )
+    if ran.returncode:
+        lines = ran.stderr.decode(errors="replace").strip().splitlines() or [f"exit status {ran.returncode}"]
+        raise ValueError(f"--against {checkout} does not import here: {lines[-1]}; install what it needs")
 
 
 class UpgradeRuns:
@@ -145,12 +171,10 @@ class UpgradeRuns:
         ]
         task, result = self.other.folder / "jobs", self.other.folder / "results"
         task.write_bytes(pickle.dumps((calls, result, self._against)))
-        path = [self._against, _ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "PYTHONSAFEPATH": "1"}
         with (self.other.folder / "jobs.log").open("w") as log:
             subprocess.run(
                 [sys.executable, "-W", "ignore", "-m", __name__, str(task)],
-                env=environment,
+                env=_environment(self._against),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -190,7 +214,7 @@ class UpgradeRuns:
         names = {name for step in before.curve.steps.values() for name in step.values}
         same = 0
         for name in sorted(name for name in names if not _TIMES.fullmatch(name)):
-            of = partial(script_stage.logged, re.escape(name))
+            of = partial(logged, re.escape(name))
             found = self._compared(name, before, after, where, of)
             if found.state is PropertyState.PASS:
                 same += 1

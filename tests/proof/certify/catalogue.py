@@ -15,6 +15,7 @@ from tests.proof.certify import expert_faults as experts
 from tests.proof.certify import gradient_faults as gradients
 from tests.proof.certify import launch_faults as launches
 from tests.proof.certify import precision_faults as precision
+from tests.proof.certify import script_faults as script
 from tests.proof.certify import sequence_faults as sequence
 
 OPTION = "--te-precision-config-file"
@@ -128,6 +129,11 @@ def _defined(
     return Fault(patch, launch, found_by, source, stage="definition", everywhere=True)
 
 
+def _script(patch: Callable[[], None], found_by: str, launch: str = "DP2") -> Fault:
+    """Return a fault that the script has in every layout: the definition of its steps finds it."""
+    return Fault(patch, launch, (found_by,), stage="one process", everywhere=True)
+
+
 def _own(patch: Callable[[], None], launch: str, *found_by: str) -> Fault:
     """Return a fault of the launch's own precision or initialization."""
     return Fault(patch, f"{launch}, BF16", found_by, stage="own precision")
@@ -228,6 +234,14 @@ FAULTS: dict[str, Fault] = {
     "routers in BF16": _own(precision.routers_in_bf16, "TP2", "dtype of routers"),
     "gradients summed in BF16": _own(precision.gradients_summed_in_bf16, "DP2", "dtype of summed gradients"),
     "experts step twice": _own(precision.experts_step_twice, "TP2 EP2", "steps of the optimizer"),
+    "last loss logged": _script(script.last_loss_logged, "losses (script)"),
+    "validation per micro-batch": _script(script.validation_per_microbatch, "validation loss (script)"),
+    "biases ignored in evaluation": _script(script.biases_ignored_in_evaluation, "router choices"),
+    "balance logged per step": _script(script.balance_logged_per_step, "losses of routers (script)"),
+    "labels not shifted": _script(script.labels_not_shifted, "targets"),
+    "vectors keep their rate": _script(script.vectors_keep_their_rate, "weights after two steps (script)"),
+    "rate decays as a cosine": _script(script.rate_decays_as_cosine, "learning rates (script)"),
+    "samples counted twice": _script(script.samples_counted_twice, "counts of the log"),
     "matcher not enabled": Fault(launches.enabled_dropped, "Super, NVFP4", _FORMATS, stage="formats"),
     "glob that matches nothing": Fault(
         launches.glob_matches_nothing, "Super, NVFP4", _FORMATS, stage="formats"

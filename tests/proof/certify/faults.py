@@ -100,6 +100,16 @@ def _killed(bench: Bench) -> tuple[Any, Any]:
     return scripts, scripts.run("layout", bench.proxy.sizes[0], *scripts.saving, killed_in=scripts.saved)
 
 
+def _one_process(bench: Bench) -> Iterator[Finding]:
+    """The script's one process against its definition."""
+    from megatron_nemotron3.proof.certify import script_stage
+
+    scripts = script_stage.ScriptRuns(bench)
+    scripts.write_data()
+    scripts.write_starts()
+    yield from script_stage.defined_findings(scripts, scripts.run_bases())
+
+
 @cache
 def _healthy_save(flags: tuple[Flag, ...], ranks: int) -> tuple[Any, Any]:
     """`_killed` without a fault, in a folder that stays until the process ends."""
@@ -114,6 +124,7 @@ STAGES: dict[str, Callable[[Any], Iterator[Finding]]] = {
     "definition": proof.imported("definition", "definition"),
     "own precision": proof.imported("own_precision", "own_precision"),
     "script": proof.imported("script_stage", "script"),
+    "one process": _one_process,
     "saving": _saving,
     "resuming": _resuming,
     "export": _export,

@@ -96,3 +96,32 @@ def test_nothing_is_left(how: str, status: int, tmp_path: Path) -> None:
             os.kill(int(pid), signal.SIGKILL)
         program.wait()
         shutil.rmtree(work)
+
+
+def test_nothing_is_left_of_a_comparison(tmp_path: Path) -> None:
+    """Interrupted while the other Megatron is imported, by Ctrl-C in this process alone."""
+    core, fifo, out = tmp_path / "Megatron-LM/megatron/core", tmp_path / "fifo", tmp_path / "out"
+    core.mkdir(parents=True)
+    os.mkfifo(fifo)
+    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 20\nPATCH = 0\n")
+    (core / "__init__.py").write_text(
+        f"import time\nopen({str(fifo)!r}, 'w').write('ready')\ntime.sleep(60)\n"
+    )
+    words = ["certify", "super", "--tp", "2", "--dp", "1", "--output", str(out)]
+    program = subprocess.Popen(
+        [sys.executable, "-m", "megatron_nemotron3", *words, "--against", str(tmp_path / "Megatron-LM")],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=ROOT, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        assert fifo.read_text() == "ready"
+        os.kill(program.pid, signal.SIGINT)
+        printed = program.communicate(timeout=30)[0]
+        assert program.returncode == 130
+        assert "Traceback" not in printed
+        assert session(program.pid) == []
+        assert not out.exists()
+    finally:
+        for pid in session(program.pid):
+            os.kill(int(pid), signal.SIGKILL)
+        program.wait()

@@ -72,6 +72,18 @@ def test_what_is_no_checkout_is_refused(tmp_path: Path, capsys: Capture) -> None
     assert not (tmp_path / certificate.UPGRADE_JSON).exists()
 
 
+def test_a_checkout_that_does_not_import_is_refused(tmp_path: Path, capsys: Capture) -> None:
+    core, out = tmp_path / "Megatron-LM/megatron/core", tmp_path / "out"
+    core.mkdir(parents=True)
+    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 20\nPATCH = 0\n")
+    (core / "__init__.py").write_text("import a_module_that_nobody_has\n")
+    words = ["certify", "super", "--tp", "2", "--dp", "1", "--output", str(out)]
+    assert cli.main([*words, "--against", str(tmp_path / "Megatron-LM")]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "does not import here: ModuleNotFoundError: No module named 'a_module_that_nobody_has'" in line
+    assert not out.exists()
+
+
 def test_a_comparison_is_no_certificate(tmp_path: Path, capsys: Capture) -> None:
     command = {"--num-layers": ["2"]}
     fields: dict[str, Any] = dict.fromkeys(("title", "model", "layout", "findings", "date", "passed"))
