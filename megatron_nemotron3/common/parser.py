@@ -191,10 +191,10 @@ class OptionParser(argparse.ArgumentParser):
         choices = list(map(str, action.choices))
         if isinstance(action, argparse._SubParsersAction):
             self.refuse_command(value, hint(value, self.commands_below(choices)))
-        raise argparse.ArgumentError(
-            action,
-            f"invalid choice: {value!r} (choose from {', '.join(choices)}){hint(str(value), choices)}",
-        )
+        # A word that begins several choices (fp8) stands for none of them.
+        near = "" if sum(one.startswith(str(value)) for one in choices) > 1 else hint(str(value), choices)
+        said = f"invalid choice: {value!r} (choose from {', '.join(choices)}){near}"
+        raise argparse.ArgumentError(action, said)
 
 
 def option_values(argv: Sequence[str], name: str) -> tuple[str, ...] | None:

@@ -67,12 +67,12 @@ class PhysicalBorders(PackedSeqParams):
         return borders
 
 
-def _count_z_loss_once(router: Any) -> None:
-    """Divide the coefficient of the z-loss of a repeated block, which runs once per depth, by the depths."""
-    config = router.config
+def _count_losses_once(router: Any, depths: int) -> None:
+    """Let a repeated block divide the losses of its router by the depths, which its config may not have."""
+    config = router.config = copy(router.config)
+    config.mtp_num_layers = depths
     if config.moe_z_loss_coeff is not None and config.mtp_use_repeated_layer:
-        router.config = copy(config)
-        router.config.moe_z_loss_coeff /= config.mtp_num_layers
+        config.moe_z_loss_coeff /= depths
 
 
 class MTPLayer(MultiTokenPredictionLayer):
@@ -101,7 +101,7 @@ class MTPLayer(MultiTokenPredictionLayer):
                 # The metrics tracker has one slot per depth after the decoder's layers. The number
                 # inside the block ("*E": 2) overruns it if there is one depth (Megatron-LM #7172).
                 module.router.set_layer_number(self.layer_number)
-                _count_z_loss_once(module.router)
+                _count_losses_once(module.router, self.config.mtp_num_layers)
         for attach in when_built:
             attach(self)
         if self.layer_number == 1:

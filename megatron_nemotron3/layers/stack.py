@@ -7,6 +7,7 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -113,6 +114,7 @@ class Nemotron3Stack(HybridStack):
         if model is not None:
             _require_layers(self.layers, model)
             keep_argument(ARGUMENT, experts_text(model))
+        when_taken(self, operator.is_, partial(_follow_list, model))
         if self.post_process and post_layer_norm:
             self.final_norm = submodules.final_norm(
                 config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
@@ -193,16 +195,12 @@ def _sized(
 ) -> Nemotron3StackSubmodules:
     """Layer specs of the decoder with the E layers of `model`; MTP builds its own from the others."""
     if config.num_layers != model.num_layers:
-        raise ValueError(
-            f"the spec has the experts of each layer of {model.name}, which has {model.num_layers} layers, "
-            f"but --hybrid-layer-pattern has {config.num_layers}: {_cure(model)}"
+        raise _unfit(
+            model, f"which has {model.num_layers} layers", f"--hybrid-layer-pattern has {config.num_layers}"
         )
     experts, most = config.num_moe_experts or 0, max(topk for _, topk in model.expert_sizes)
     if experts < most:
-        raise ValueError(
-            f"the spec has the experts of each layer of {model.name}, of which a token gets up to {most}, "
-            f"but --num-experts is {experts}: {_cure(model)}"
-        )
+        raise _unfit(model, f"of which a token gets up to {most}", f"--num-experts is {experts}")
     spec = submodules.moe_layer
     assert isinstance(spec, ModuleSpec) and spec.module is MoETransformerLayer
     params = {**spec.params, "model": model, "shared": config}
@@ -214,14 +212,32 @@ def _require_layers(layers: Any, model: Nemotron3Config) -> None:
     for layer in layers:
         number, kind = layer.layer_number, model.pattern[layer.layer_number - 1]
         if isinstance(layer, SizedMoELayer) != (kind == "E"):
-            raise ValueError(
-                f"the spec has the experts of each layer of {model.name}, whose layer {number} is {kind!r}, "
-                f"but --hybrid-layer-pattern has another there: {_cure(model)}"
+            raise _unfit(
+                model, f"whose layer {number} is {kind!r}", "--hybrid-layer-pattern has another there"
             )
 
 
-def _cure(model: Nemotron3Config) -> str:
-    return f"give that of {model.name}, or a --spec for your model (megatron_nemotron3.specs.stack_spec)"
+def _follow_list(model: Nemotron3Config | None, owner: Any) -> None:
+    """Compare the layer configs that define the whole model (Megatron-LM #7153) with the spec's experts."""
+    listed = getattr(owner, "hybrid_layer_config_list", None)
+    if listed is None:
+        return
+    decoder = takewhile(lambda entry: getattr(entry, "__name__", "") != "MTPSplit", listed)
+    layers = [entry for entry in decoder if type(entry).__name__ == "MoELayerConfig"]
+    text = " ".join(f"{layer.moe_ffn_hidden_size}:{layer.moe_router_topk}" for layer in layers)
+    if model is not None and text != experts_text(model):
+        raise _unfit(
+            model, f"width:top-k {experts_text(model):.200}", f"hybrid_layer_config_list has {text:.200}"
+        )
+    if {*text.split()} - {f"{owner.config.moe_ffn_hidden_size}:{owner.config.moe_router_topk}"}:
+        keep_argument(ARGUMENT, text)
+
+
+def _unfit(model: Nemotron3Config, has: str, launch: str) -> ValueError:
+    return ValueError(
+        f"the spec has the experts of each layer of {model.name}, {has}, but {launch}: give that of "
+        f"{model.name}, or a --spec for your model (megatron_nemotron3.specs.stack_spec)"
+    )
 
 
 def size_moe_metrics(config: TransformerConfig) -> None:

@@ -63,6 +63,7 @@ def test_warnings_go_beside_the_flags(capsys: pytest.CaptureFixture[str]) -> Non
     ("words", "message"),
     [
         (["flags", "supper"], "did you mean 'super'"),
+        (["flags", "super", "--precision", "fp8"], "fp8-tensorwise, fp8-blockwise, fp8-delayed)\n"),
         (["flags", "super", "--backend", "cuda"], "invalid choice"),
         (["flags", "super", "--", "lonely"], "lonely"),
         (["show", "super", "--", "--lr", "1"], "no arguments are allowed after --: drop --lr 1"),

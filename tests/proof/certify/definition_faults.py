@@ -78,7 +78,7 @@ def mtp_weighs_twice() -> None:
 
 def megatrons_z_loss() -> None:
     """The z-loss of a repeated MTP block counts once per depth, as Megatron 0.19 and main have it."""
-    in_place_of("megatron_nemotron3.layers.mtp", "_count_z_loss_once", lambda router: None)
+    in_place_of("megatron_nemotron3.layers.mtp", "_count_losses_once", lambda *_: None)
 
 
 def balance_weighs_twice() -> None:

@@ -1,0 +1,153 @@
+"""Models that Megatron builds from a list of layer configs (`hybrid_layer_config_list`, Megatron-LM #7153).
+
+Where Megatron has the argument, a model of a list computes what the model of the same pattern computes, to
+the bit. What our stack makes of a list is tested with any Megatron: `Listed` has one and builds by pattern.
+"""
+
+from __future__ import annotations
+
+import inspect
+from argparse import Namespace
+from copy import copy
+from dataclasses import replace
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.transformer.transformer_layer import MoETransformerLayer
+from megatron.training import global_vars
+
+from megatron_nemotron3.models import Nemotron3Config, get
+from megatron_nemotron3.models.stack_specs import ARGUMENT, experts_text
+from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
+from megatron_nemotron3.specs import stack_spec
+from tests.support.models import VOCABULARY, build_hybrid, hybrid_config
+
+OWN = get("super-tiny").but(
+    name="mine", pattern="ME*EE", num_moe_experts=8, moe_layers=((32, 2), (96, 5), (64, 3)), moe_router_topk=4
+)
+ALIKE = OWN.but(moe_layers=None)
+#: Those of `tests.support.models.SIZES`.
+BASE = (64, 2)
+PATTERN = f"{OWN.pattern}/*E/*E"
+LOSSES = {"mtp_use_repeated_layer": True, "moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0.01}
+HAS_LISTS = "hybrid_layer_config_list" in inspect.signature(HybridModel.__init__).parameters
+
+
+class MoELayerConfig(SimpleNamespace):
+    """An entry of a list, by Megatron's name."""
+
+
+class MTPSplit:
+    """The entry before each depth, by Megatron's name."""
+
+
+def stored(model: Nemotron3Config, rows: tuple[tuple[int, int], ...]) -> str:
+    """What a checkpoint would say of the experts of a model with this list, or why it cannot be built."""
+    e_layers = [MoELayerConfig(moe_ffn_hidden_size=width, moe_router_topk=topk) for width, topk in rows]
+    depth = MoELayerConfig(moe_ffn_hidden_size=7, moe_router_topk=7)
+
+    class Listed(HybridModel):
+        hybrid_layer_config_list = (SimpleNamespace(), *e_layers, MTPSplit, SimpleNamespace(), depth)
+
+    initialize()
+    args = Namespace(log_interval=1)
+    with (
+        mock.patch.object(global_vars, "_GLOBAL_ARGS", args),
+        mock.patch("megatron.core.models.hybrid.hybrid_model.HybridModel", Listed),
+    ):
+        try:
+            build_hybrid(OWN.pattern, stack_spec("torch", model))
+        except ValueError as problem:
+            return str(problem)
+    return getattr(args, ARGUMENT, "nothing")
+
+
+def test_a_list_tells_the_experts_of_each_layer_and_must_agree_with_the_spec() -> None:
+    """`nemotron3 convert --model` compares what is stored; the depth's experts do not belong to it."""
+    own, base = OWN.moe_layers or (), (BASE,) * 3
+    wanted = experts_text(OWN)
+    assert wanted == "32:2 96:5 64:3"
+    for model, rows, text in ((ALIKE, own, wanted), (OWN, own, wanted), (ALIKE, base, "nothing")):
+        assert run_distributed(stored, 1, model, rows) == [text]
+    (said,) = run_distributed(stored, 1, OWN, base)
+    assert f"mine, width:top-k {wanted}, but hybrid_layer_config_list has 64:2 64:2 64:2: give that" in said
+
+
+def layer_list() -> list[Any]:
+    """Configs of `PATTERN` with the experts of `OWN`, in Megatron's own classes."""
+    kinds = {
+        "M": ("ssm.mamba_layer_config", "MambaLayerConfig"),
+        "*": ("transformer.attention_layer_config", "AttentionLayerConfig"),
+        "E": ("transformer.moe.moe_layer_config", "MoELayerConfig"),
+    }
+    classes = {kind: getattr(import_module(f"megatron.core.{m}"), name) for kind, (m, name) in kinds.items()}
+    base = hybrid_config(PATTERN, **LOSSES, mtp_num_layers=None)
+    layers = [classes[kind].from_config(base) for kind in OWN.pattern]
+    for number, layer in enumerate(layers):
+        sizes = OWN.at(number)
+        if OWN.pattern[number] == "E":
+            layer.moe_ffn_hidden_size, layer.moe_router_topk = (
+                sizes.moe_ffn_hidden_size,
+                sizes.moe_router_topk,
+            )
+    depth = [classes[kind].from_config(base) for kind in "*E"]
+    split = import_module("megatron.core.models.hybrid").MTPSplit
+    return [*layers, split, *depth, split, *depth]
+
+
+class WithoutDepths(MoETransformerLayer):
+    """An E layer whose config does not know the depths of MTP, as one from a list."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        own = copy(config)
+        own.mtp_num_layers = None
+        super().__init__(own, *args, **kwargs)
+
+
+def step(how: str) -> dict[str, torch.Tensor]:
+    """Loss and gradients of one backward pass of a model of `PATTERN` with the experts of `OWN`."""
+    initialize()
+    if how == "list":
+        model = HybridModel(
+            hybrid_config(PATTERN, **LOSSES),
+            stack_spec("torch"),
+            VOCABULARY,
+            64,
+            hybrid_layer_config_list=layer_list(),
+        )
+    else:
+        spec = stack_spec("torch", OWN)
+        if how == "without depths":
+            spec = stack_spec("torch")
+            e_layer = replace(spec.submodules.moe_layer, module=WithoutDepths)
+            spec = replace(spec, submodules=replace(spec.submodules, moe_layer=e_layer))
+        elif how == "alike":
+            spec = stack_spec("torch")
+        model = build_hybrid(PATTERN, spec, **LOSSES)
+    torch.manual_seed(7)
+    for _, parameter in sorted(model.named_parameters()):
+        torch.nn.init.normal_(parameter, std=0.05)
+    tokens = torch.randint(0, VOCABULARY, (2, 32))
+    loss = model(tokens, torch.arange(32).expand(2, -1), None, labels=tokens.roll(-1, 1)).mean()
+    loss.backward()
+    return {"loss": loss.detach()} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_equal(one: str, other: str) -> None:
+    (first,), (second,) = run_distributed(step, 1, one), run_distributed(step, 1, other)
+    assert first.keys() == second.keys() and len(first) > 50
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_losses_of_routers_count_once_if_a_layers_config_does_not_know_the_depths() -> None:
+    assert_equal("alike", "without depths")
+
+
+@pytest.mark.skipif(not HAS_LISTS, reason="this Megatron builds no model from a list of layer configs")
+def test_a_list_computes_what_the_pattern_computes() -> None:
+    assert_equal("table", "list")
