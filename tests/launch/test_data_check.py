@@ -471,3 +471,25 @@ def test_rows_are_those_of_megatrons_conversations(tmp_path: Path) -> None:
     talks(tmp_path, "more", 30)
     with pytest.raises(AssertionError):
         built([file, str(tmp_path / "more")], None, "90,10,0")
+
+
+@pytest.mark.parametrize(("seconds", "outdated"), [(0, False), (-3600, True), (9e8, False)])
+@pytest.mark.parametrize("given", [False, True])
+def test_an_index_from_before_a_change(
+    seconds: float, outdated: bool, given: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron finds it by the path of the data set. A data set of the future cannot be judged."""
+    prefix = write(tmp_path / "a", [40] * 30)
+    folder = tmp_path / "cache" if given else tmp_path / "a" / "cache" / "GPTDataset_indices"
+    folder.mkdir(parents=True)
+    (folder / "0-GPTDataset-train-description.txt").write_text(f'{{\n    "dataset_path": "{prefix}",\n}}')
+    (folder / "1-GPTDataset-train-description.txt").write_text('{"dataset_path": "b"}')
+    now = os.stat(f"{prefix}.idx").st_mtime
+    for file in folder.iterdir():
+        os.utime(file, (now + min(seconds, 0), now + min(seconds, 0)))
+    if seconds > 0:
+        os.utime(f"{prefix}.idx", (now + seconds, now + seconds))
+    words = f"--data-path {prefix} --split 80,10,10" + f" --data-cache-path {folder}" * given
+    said = problem(tmp_path, words, monkeypatch)
+    assert said == "" or said.endswith(f"by the old index: remove {folder}")
+    assert bool(said) == outdated
