@@ -103,6 +103,14 @@ def printable(text: str, but: str = "") -> str:
     return "".join(char if char.isprintable() or char in but else repr(char)[1:-1] for char in text)
 
 
+def not_writable(folder: Path) -> Path | None:
+    """The folder, or what is there in its place, if files cannot be made in it by this user; else None."""
+    place = folder.absolute()
+    while not os.path.lexists(place):
+        place = place.parent
+    return None if place.is_dir() and os.access(place, os.W_OK | os.X_OK) else place
+
+
 def require_output(path: Path, option: str, sign: bytes) -> None:
     """Raise unless the file `path` can be written; for calls before long work.
 

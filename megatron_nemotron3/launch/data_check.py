@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from megatron_nemotron3.common.files import read_outside
+from megatron_nemotron3.common.files import not_writable, read_outside
 from megatron_nemotron3.launch.data_sets import (
     NAMES,
     SPLITS,
@@ -172,10 +172,15 @@ class _Check:
                 )
 
     def _outdated(self) -> Iterator[str]:
-        """Samples that Megatron indexed, by a data set's path, before the data set was changed."""
+        """Megatron's index of the samples of a data set: older than the data, or without a place."""
         given, now = self.options.get("--data-cache-path"), time.time()
         for prefix in () if self.conversations else self.blend.prefixes:
             changed, place = os.path.getmtime(prefix + ".idx"), f'"dataset_path": "{prefix}"'.encode()
+            if not given and (held := not_writable(Path(prefix))) and not Path(prefix, "cache").is_dir():
+                yield (
+                    f"{self.blend.option}: Megatron writes the index of the samples to {prefix}/cache, and "
+                    f"{held} is not writable: give --data-cache-path DIR"
+                )
             folders = [Path(given[0])] if given else [*Path(prefix, "cache").glob("*_indices")]
             for found in (file for folder in folders for file in folder.glob("*-description.txt")):
                 # A time to come says nothing.

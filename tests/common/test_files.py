@@ -59,6 +59,14 @@ def test_a_link_is_not_replaced(tmp_path: Path) -> None:
         files.require_output(tmp_path / "file", "--output", b"new")
 
 
+def test_the_place_of_a_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    assert files.not_writable(tmp_path / "new" / "newer") is None
+    assert files.not_writable(tmp_path / "file" / "new") == tmp_path / "file"
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    assert files.not_writable(tmp_path / "new" / "newer") == tmp_path
+
+
 def test_a_group_is_never_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the second rename fails, the marker is absent and so is the file that was already renamed."""
     data, marker = tmp_path / "data", tmp_path / "marker"

@@ -15,7 +15,7 @@ from megatron_nemotron3 import cli, run
 from megatron_nemotron3.launch import data_check, data_sets, schedule
 from megatron_nemotron3.launch.explain import explain_command
 from megatron_nemotron3.models import get
-from megatron_nemotron3.train import run_checks
+from megatron_nemotron3.train import inputs, run_checks
 from megatron_nemotron3.train.data import indexed
 from tests.support.smallest_tokenizer import SMALLEST
 
@@ -493,3 +493,19 @@ def test_an_index_from_before_a_change(
     said = problem(tmp_path, words, monkeypatch)
     assert said == "" or said.endswith(f"by the old index: remove {folder}")
     assert bool(said) == outdated
+
+
+def test_an_index_without_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data of another user; a folder of indices that is there may have the right one."""
+    prefix, words = write(tmp_path / "a", [40] * 30), f"--data-path {tmp_path / 'a'} --split 80,10,10"
+    monkeypatch.setattr(data_check, "not_writable", lambda path: tmp_path)
+    said = (
+        f"index of the samples to {prefix}/cache, and {tmp_path} is not writable: give --data-cache-path DIR"
+    )
+    assert problem(tmp_path, words, monkeypatch).endswith(said)
+    assert problem(tmp_path, f"{words} --data-cache-path {tmp_path}", monkeypatch) == ""
+    monkeypatch.setattr(inputs, "not_writable", lambda path: tmp_path)
+    options = inputs.TrainOptions(data_path=[prefix], tokenizer="t")
+    assert inputs.named_data(options, tmp_path / "run", None).data_cache_path == f"{tmp_path}/run/data/cache"
+    Path(prefix, "cache").mkdir(parents=True)
+    assert problem(tmp_path, words, monkeypatch) == ""
