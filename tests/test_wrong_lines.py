@@ -22,16 +22,17 @@ LINES: dict[str, tuple[str, ...]] = {
         "nano --precision nvfp4 --te-precision-config-file empty.json", "nano --emulate",
         "nano --megatron-core x", "nano --schedule sft", "nano -- --", "nano -- --=", "nano -- -lr 1",
         "nano -- --lr=", 'nano -- --lr ""', "nano -- --seed 1e9", "nano -- --fp16",
-        "nano -- --num-layers 3", 'nano -- "--lr 1"',
+        "nano -- --num-layers 3", 'nano -- "--lr 1"', "nano --shell --environment --gpu h100",
     ),
     "explain": (
         "nano --argv nope", "nano --argv pipe", "nano --argv empty.json", "nano --argv /dev/zero",
-        "nano --schedule long-context", "nano --argv /bin/ls",
+        "nano --schedule long-context", "nano --argv /bin/ls", "nano --trust-script",
+        "nano --argv q.json --set A=1 --set A=2",
     ),
     "precision": (
         "", "--report nope", "--report pipe", "nano --format fp9", "nano --output dir",
         "nano --output /proc/x", "nano --te-precision-config-file nope",
-        "nano --te-precision-config-file empty.json", "nano --output empty.json",
+        "nano --te-precision-config-file empty.json", "nano --output q.json",
     ),
     "plan": (
         "nano", "nano --gpus 0 --gpu h100", "nano --gpus 8 --gpu x", "nano --gpus 8 --gpu h100 --best 0",
@@ -50,7 +51,8 @@ LINES: dict[str, tuple[str, ...]] = {
         "from-hf dir dir/x --model empty.json",
     ),
     "convert verify": (
-        "", "dir", "file.txt", "pipe", "dir --model super --tiny", "dir --vocab-size 0",
+        "", "dir", "file.txt", "pipe", "dir --model super --tiny", "dir --vocab-size 0", "dir dir",
+        "q.json --dequantize",
     ),
     "plan refit": (
         "", "super", "super --from tp=2", "super --from tp=0 --to tp=2", "super --from tp=2,tp=2 --to tp=1",
@@ -63,6 +65,7 @@ LINES: dict[str, tuple[str, ...]] = {
         "dir --trainer file.txt --engine file.txt",
         "dir --trainer file.txt --engine file.txt --first 0",
         "dir --trainer file.txt --engine file.txt --tiny",
+        "dir --trainer file.txt --engine q.json --previous dir --no-cause",
     ),
     "plan boundary": (
         "", "--from tp=2", "--from tp=x --to tp=1", "--from tp=2 --to tp=2 --rows -1", '--from "" --to ""',
@@ -73,6 +76,7 @@ LINES: dict[str, tuple[str, ...]] = {
         "", "nope --prompt x", "pipe --prompt x", 'dir --prompt ""',
         "dir --prompt x --max-new-tokens 0", "dir --prompt-file pipe",
         "dir --prompt x --model empty.json", "dir --prompt x --draft -1",
+        "dir --prompt x --seed 5", "dir --prompt x --temperature 1 --seed 99999999999999999999",
     ),
     "evaluate": (
         "", "nope", "pipe", "dir --tokens 0",

@@ -273,7 +273,7 @@ def _finished_later(source: LoadFolder, named: int | str) -> int | None:
             last = path / (MANIFEST if source.manifest else CONFIG)
             if (
                 last.exists()
-                and last.stat().st_mtime_ns > written
+                and written < last.stat().st_mtime_ns <= time.time_ns()  # a time to come says nothing
                 and check_structure(path).state == "complete"
             ):
                 return iteration

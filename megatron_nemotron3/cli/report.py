@@ -37,7 +37,7 @@ def report_command(options: ReportOptions) -> int:
     folder = run_of(options.folder)
     output = options.output or folder / NAME
     facts = page.gather(folder)
-    require_plot(output, "--output")
+    require_plot(output, "--output", b"<!doctype html>")
     text = page.render(
         facts=facts,
         written=time.strftime("%Y-%m-%d %H:%M"),

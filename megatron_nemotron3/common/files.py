@@ -23,6 +23,8 @@ from typing import Any, BinaryIO
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 #: Bytes read per call.
 _BLOCK = 1 << 20
+#: First bytes of a file, in which a command knows its own.
+_SIGNED = 512
 #: Bytes of the longest name that gets a suffix as it is: file systems have 255.
 _LONG = 200
 _KINDS = {
@@ -101,8 +103,19 @@ def printable(text: str, but: str = "") -> str:
     return "".join(char if char.isprintable() or char in but else repr(char)[1:-1] for char in text)
 
 
-def require_output(path: Path, option: str) -> None:
-    """Raise unless the file `path` can be written; for calls before long work."""
+def not_writable(folder: Path) -> Path | None:
+    """The folder, or what is there in its place, if files cannot be made in it by this user; else None."""
+    place = folder.absolute()
+    while not os.path.lexists(place):
+        place = place.parent
+    return None if place.is_dir() and os.access(place, os.W_OK | os.X_OK) else place
+
+
+def require_output(path: Path, option: str, sign: bytes) -> None:
+    """Raise unless the file `path` can be written; for calls before long work.
+
+    A file that is there is replaced only if it has `sign` in its first bytes, as what the command writes has.
+    """
     folder, given = path.absolute().parent, f"{option} {path}"
     if path.is_dir():
         raise ValueError(f"{given} is a folder: give the name of a file")
@@ -110,6 +123,10 @@ def require_output(path: Path, option: str) -> None:
         raise ValueError(f"{given} is a link, which the file would replace: give {os.path.realpath(path)}")
     if path.exists() and not path.is_file():
         raise ValueError(f"{given} is not a regular file: give another name")
+    if path.exists() and path.stat().st_size:
+        with path.open("rb") as file:
+            if sign not in file.read(_SIGNED):
+                raise ValueError(f"{given} is a file that this command did not write: give another name")
     if not folder.is_dir():
         raise ValueError(f"{given}: {folder} is not a folder: mkdir -p {folder}")
     try:
@@ -119,9 +136,9 @@ def require_output(path: Path, option: str) -> None:
         raise ValueError(f"{given}: no file can be made in {folder}: {problem.strerror}") from None
 
 
-def require_plot(path: Path, option: str) -> None:
+def require_plot(path: Path, option: str, sign: bytes) -> None:
     """`require_output` for a picture, which also needs matplotlib."""
-    require_output(path, option)
+    require_output(path, option, sign)
     if importlib.util.find_spec("matplotlib") is None:
         raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
 

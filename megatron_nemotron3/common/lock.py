@@ -38,7 +38,10 @@ PATIENCE = 15.0
 _LOOK = 0.5
 _LIMIT = 1 << 20
 _LONGEST_COMMAND = 300
-_UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+#: What file systems without locks answer.
+_UNSUPPORTED = (
+    *(errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOTTY, errno.EPERM),
+)
 
 
 @dataclass(frozen=True)
@@ -156,7 +159,7 @@ def _taken(folder: Path, own: Holder, patience: float, say: Callable[[str], None
             os.close(descriptor)
             if problem.errno in _UNSUPPORTED:
                 return _taken_by_record(path, own, say)
-            raise
+            raise OSError(problem.errno, problem.strerror, str(path)) from None
         os.close(descriptor)
         waited = time.monotonic() - began
         orphaned = bool(found) and found[0].ended

@@ -198,7 +198,7 @@ def parallel_map(
 
     `work` adds to the total that `report` receives by calls of `count`.
     """
-    if workers > 1 and len(items) > 1:
+    if workers > 1 and len(items) > 1 and _can_share():
         yield from _pool_map(work, items, min(workers, len(items)), report)
         return
     done, last = 0, time.monotonic()
@@ -217,6 +217,9 @@ def parallel_map(
 
 def ordered_map(work: Callable[[Any], Any], items: Iterable[Any], workers: int) -> Iterator[tuple[Any, Any]]:
     """Yield each item and `work(item)` in the items' order; two items per worker are taken ahead."""
+    if not _can_share():
+        yield from ((item, work(item)) for item in items)
+        return
     waiting: deque[Any] = deque()
     with _pool(lambda item, _: work(item), workers) as (pool, _):
         for item in items:
@@ -226,6 +229,17 @@ def ordered_map(work: Callable[[Any], Any], items: Iterable[Any], workers: int) 
                 yield before, result.result()
         for item, result in waiting:
             yield item, result.result()
+
+
+def _can_share() -> bool:
+    """Whether processes can share a number: not where /dev/shm is missing, read-only or full."""
+    import multiprocessing
+
+    try:
+        multiprocessing.get_context("fork").Value("q", 0)
+    except OSError:
+        return False
+    return True
 
 
 def _pool_map(

@@ -68,12 +68,13 @@ def given_options(
 
 def source_of(options: argparse.Namespace, file: str, label: str) -> LaunchSource:
     """Return the text of a launch with --set and --trust-script; messages name it `label`."""
-    found = {}
+    found: dict[str, str] = {}
     for word in options.set:
         name, equals, value = word.partition("=")
         if not equals or not name.isidentifier() and not name.isdecimal():
             raise ValueError(f"--set {word}: give VARIABLE=VALUE")
-        found[name] = value
+        if found.setdefault(name, value) != value:
+            raise ValueError(f"--set {name} has two values, {found[name]} and {value}: give one")
     try:
         text = sys.stdin.read() if file == "-" else read_outside(file, limit=_LIMIT).decode()
     except UnicodeDecodeError:
@@ -258,8 +259,9 @@ def _encoder_options(omni: OmniConfig | None) -> tuple[str, ...]:
 
 def flags_command(options: argparse.Namespace) -> int:
     """Print the flags, or the variables of --gpu; warnings go to stderr. Exit status 0."""
-    if options.json and (options.shell or options.environment):
-        raise ValueError(f"--json does not go with --{'shell' if options.shell else 'environment'}: drop one")
+    forms = [f"--{name}" for name in ("json", "shell", "environment") if getattr(options, name)]
+    if len(forms) > 1:
+        raise ValueError(f"{forms[0]} does not go with {forms[1]}: drop one")
     launch = chosen_launch(options)
     emitted = flags(launch)
     if options.environment:
@@ -302,10 +304,9 @@ def explain_launch(options: argparse.Namespace, command: argparse.ArgumentParser
     name = "published" if options.schedule in ("none", BF16_END) else options.schedule
     launch, remarks = None, []
     if options.argv is None:
-        if options.set:
-            raise ValueError(
-                f"--set {options.set[0]} sets a variable of the script of --argv, which is missing"
-            )
+        if options.set or options.trust_script:
+            what = f"--set {options.set[0]}" if options.set else "--trust-script"
+            raise ValueError(f"{what} is about the script of --argv, which is missing")
         launch = chosen_launch(options)
         found = explain(launch, name)
         remarks = _remarks(launch)

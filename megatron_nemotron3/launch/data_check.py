@@ -7,12 +7,14 @@ ends in the middle.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import os
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
+from megatron_nemotron3.common.files import not_writable, read_outside
 from megatron_nemotron3.launch.data_sets import (
     NAMES,
     SPLITS,
@@ -22,7 +24,7 @@ from megatron_nemotron3.launch.data_sets import (
     blends,
     conversations_in,
     cut,
-    edges,
+    digest_of,
     parts_of,
 )
 from megatron_nemotron3.launch.flag import is_known, values_by_name
@@ -39,6 +41,8 @@ _OMNI = "--omni-encoders"
 _EVAL_ITERS = 100
 #: Without one of these the script that packs conversations ends, so each line is a row.
 _PACKING = {"--sft-tokenizer-prompt-format": ("default",), "--calculate-per-token-loss": ()}
+#: Seconds that a copy of a data set and its index may take, and bytes of a description.
+_COPYING, _LIMIT = 60.0, 1 << 20
 #: And these scripts never pack them.
 _STOCK = ("pretrain_hybrid.py", "pretrain_mamba.py", "pretrain_gpt.py")
 
@@ -121,6 +125,7 @@ class _Check:
         if missing:
             return
         yield from self._repeated()
+        yield from self._outdated()
         if self.conversations:
             yield from self._count_rows()
         if self.unpacked and blend.weights is None and len(blend.prefixes) > 1:
@@ -157,7 +162,7 @@ class _Check:
         for number, (prefix, size) in enumerate(zip(blend.prefixes, sizes, strict=True)):
             if alike[size] == 1:
                 continue
-            key = (size, *(hashlib.sha256(edges(path)).digest() for path in self._files(prefix)))
+            key = (size, *map(digest_of, self._files(prefix)))
             first = before.setdefault(key, number)
             if first != number:
                 both = blend.weights and blend.weights[first] + blend.weights[number]
@@ -165,6 +170,28 @@ class _Check:
                     f"{blend.option}: {blend.prefixes[first]} and {prefix} are one data set, whose rows "
                     "would repeat: give it once" + (f", with weight {both:g}" if both else "")
                 )
+
+    def _outdated(self) -> Iterator[str]:
+        """Megatron's index of the samples of a data set: older than the data, or without a place."""
+        given, now = self.options.get("--data-cache-path"), time.time()
+        for prefix in () if self.conversations else self.blend.prefixes:
+            changed, place = os.path.getmtime(prefix + ".idx"), f'"dataset_path": "{prefix}"'.encode()
+            if not given and (held := not_writable(Path(prefix))) and not Path(prefix, "cache").is_dir():
+                yield (
+                    f"{self.blend.option}: Megatron writes the index of the samples to {prefix}/cache, and "
+                    f"{held} is not writable: give --data-cache-path DIR"
+                )
+            folders = [Path(given[0])] if given else [*Path(prefix, "cache").glob("*_indices")]
+            for found in (file for folder in folders for file in folder.glob("*-description.txt")):
+                # A time to come says nothing.
+                if found.stat().st_mtime + _COPYING < changed <= now and place in read_outside(
+                    found, limit=_LIMIT
+                ):
+                    yield (
+                        f"{self.blend.option}: {prefix}.idx was changed after Megatron indexed its samples, "
+                        f"and would be read by the old index: remove {found.parent}"
+                    )
+                    break
 
     def _parts(self, prefix: str, needed: Sequence[int | None]) -> list[SplitPart | None]:
         bounds = self.blend.bounds

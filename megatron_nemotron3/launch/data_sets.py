@@ -6,6 +6,7 @@ cut as `BlendedMegatronDatasetBuilder` cuts it. Of an .idx only a few numbers ar
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
@@ -45,6 +46,8 @@ _WIDTHS = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
 _BLOCK = 1 << 14
 #: Bytes of the largest file whose conversations are counted.
 _COUNTED = 1 << 30
+#: A file's content is compared whole up to their product, else at so many places of so many bytes.
+_PLACES, _READ = 64, 1 << 16
 
 
 @dataclass(frozen=True)
@@ -282,13 +285,17 @@ def parts_of(prefix: str, bounds: Sequence[Bounds], enough: Sequence[int]) -> li
     return found
 
 
-def edges(path: str) -> bytes:
-    """The beginning and the end of a file, by which copies of it are known."""
-    size = 1 << 16
+def digest_of(path: str) -> str:
+    """A digest of a file's length and content; of a large one's content at `_PLACES` places and both ends."""
     with open_outside(path) as file:
-        begin = file.read(size)
-        file.seek(max(0, os.fstat(file.fileno()).st_size - size))
-        return begin + file.read(size)
+        size = os.fstat(file.fileno()).st_size
+        whole = size <= _PLACES * _READ
+        step, length = (0, size) if whole else ((size - _READ) / (_PLACES - 1), _READ)
+        digest = hashlib.sha256(str(size).encode())
+        for number in range(1 if whole else _PLACES):
+            file.seek(round(number * step))
+            digest.update(file.read(length))
+    return digest.hexdigest()
 
 
 def conversations_in(path: str) -> int | None:

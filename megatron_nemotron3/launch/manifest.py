@@ -9,7 +9,9 @@ and all of them are recorded with their step.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
+import json
 import time
 from collections.abc import Collection, Mapping, Sequence
 from importlib import metadata
@@ -18,9 +20,10 @@ from typing import Any
 
 from megatron_nemotron3.common import record
 from megatron_nemotron3.common.files import Unreadable, read_outside, write_json
-from megatron_nemotron3.common.switches import BOOST, CONVERSATIONS, EMULATE, LORA
+from megatron_nemotron3.common.switches import BOOST, CONVERSATIONS, EMULATE, LORA, SFT_MEAN
 from megatron_nemotron3.launch import boosting
 from megatron_nemotron3.launch.architecture import MODEL, MOE, MTP
+from megatron_nemotron3.launch.data_sets import digest_of
 from megatron_nemotron3.launch.flag import from_first_option, parse
 from megatron_nemotron3.models.lora import ARGUMENT, in_environment
 from megatron_nemotron3.models.pattern import MTP_SEPARATOR
@@ -66,6 +69,18 @@ _DATA = (
     "--dataloader-inter-document-masking",
 )
 _DATA_PREFIX = ("--train-data-path", "--valid-data-path", "--test-data-path")
+#: Begins the names of digests.
+_CONTENT = "content of "
+#: It decides in which order data are read. The default is Megatron's.
+_SEED, _DEFAULT_SEED = "--seed", "1234"
+#: Entries of tokenizer_config.json that decide about no token.
+_NO_SETTING = ("transformers_version", "name_or_path")
+#: Options that Megatron lets a run change in silence, and that change what it learns.
+_NOTED = (
+    *("--seq-length", "--weight-decay", "--clip-grad", "--adam-", "--optimizer", "--muon-", "--mtp-loss-"),
+    *("--moe-aux-loss-coeff", "--moe-router-bias-update-rate", "--calculate-per-token-loss"),
+    *("--attention-dropout", "--hidden-dropout"),
+)
 #: Options that say where to write, what to print, and when.
 _QUIET = (
     *("--save", "--load", "--log-", "--eval-", "--tensorboard-", "--wandb-", "--exit-", "--data-cache-path"),
@@ -116,8 +131,11 @@ def parts_of(
         elif option.startswith(_TOKENIZER):
             place = Path(" ".join(flag.values))
             parts["tokenizer"][option] = _hash_of(place) if flag.values and place.exists() else values
+            if flag.values and place.is_dir():
+                parts["tokenizer"][_CONTENT + "chat template and settings"] = _settings_of(place)
         elif option in _DATA_PREFIX or option == "--data-path":
             parts["data"][option] = " ".join(map(_data_set, flag.values))
+            parts["data"][_CONTENT + option] = " ".join(map(_content, flag.values))
         elif option in _DATA:
             of_file = option.endswith("-args-path") and flag.values
             parts["data"][option] = _hash_of(Path(flag.values[0])) if of_file else values
@@ -125,8 +143,11 @@ def parts_of(
             parts["launch"][option] = values
         if option == "--spec" and (experts := stored_experts({"spec": flag.values})):
             parts["model"][_EXPERTS] = experts
+    parts["data"][_SEED] = parts["launch"].pop(_SEED, _DEFAULT_SEED)
     if reading := environment.get(CONVERSATIONS):
         parts["data"][CONVERSATIONS] = reading
+    if (mean := environment.get(SFT_MEAN, "tokens")) != "tokens":
+        parts["data"][SFT_MEAN] = mean
     if (lora := in_environment(environment)) is not None:
         parts["model"][LORA] = lora.text()
     if (boost := boosting.in_environment(environment)) is not None:
@@ -151,7 +172,7 @@ def parts_of_checkpoint(args: Mapping[str, Any]) -> Parts:
         }
 
     parts: Parts = {part: {} for part in ("model", *CHANGES, "launch")}
-    parts["model"] = found(_MODEL)
+    parts["model"], parts["data"] = found(_MODEL), found((_SEED,))
     pattern = args.get("hybrid_layer_pattern") or args.get("hybrid_override_pattern")
     if isinstance(pattern, str):
         main, _, mtp = pattern.replace("|", "").partition(MTP_SEPARATOR)
@@ -180,6 +201,9 @@ class RunManifest:
             self.content = record.read(self.path)
             self.parts: Parts = {name: dict(part) for name, part in self.content["parts"].items()}
             list(self.content["changes"])
+            # Older versions kept it elsewhere.
+            seed = self.parts.setdefault("launch", {}).pop(_SEED, _DEFAULT_SEED)
+            self.parts.setdefault("data", {}).setdefault(_SEED, seed)
         except FileNotFoundError:
             self.parts = {}
         except Unreadable:
@@ -207,7 +231,7 @@ class RunManifest:
                     f"{self.folder} holds a training of {old.get('name', 'another model')}, not of "
                     f"{new[part].get('name', 'this one')} ({details}): choose another --output"
                 )
-            was = "another " + _TITLES[part]
+            was = "another " + ("order of its data" if list(changed) == [_SEED] else _TITLES[part])
             data = _changed(self.parts.get("data", {}), new["data"]) if "data" in only else {}
             if part == "tokenizer" and data:  # of one cause: another or no --text
                 was, details = f"{was} and data set", f"{details}; {record.details(data)}"
@@ -243,6 +267,8 @@ class RunManifest:
                     changes.append({"step": step, "at": now, "part": part, "values": changed})
                     if part in CHANGES:
                         lines.append(f"{part} changes at step {step}: {record.details(changed)}")
+                    elif noted := {name: both for name, both in changed.items() if name.startswith(_NOTED)}:
+                        lines.append(f"other options change at step {step}: {record.details(noted)}")
             content = {**self.content, "versions": versions, "changes": changes, "parts": new}
         content |= {"command": command} if command else {}
         if content != self.content:
@@ -272,6 +298,15 @@ def folder_of(save: Path) -> Path:
 def _changed(old: Part, new: Part, *, common: bool = False) -> record.Changed:
     found = record.differences(old, new, common=common)
     found.pop("name", None)  # one model may have several
+    for name in [name for name in found if old.get(_CONTENT + name, "") == new.get(_CONTENT + name)]:
+        del found[name]  # by another path
+    for name in [name for name in found if name.startswith(_CONTENT)]:
+        before, after = found.pop(name)
+        if before is None or after is None or name.removeprefix(_CONTENT) in found:
+            continue  # an older version recorded none, or the option says it
+        one, other = before.split(), after.split()
+        both = [pair for pair in zip(one, other, strict=False) if pair[0] != pair[1]]
+        found[name] = " ".join(a for a, _ in both), " ".join(b for _, b in both)
     return found
 
 
@@ -308,6 +343,26 @@ def _data_set(word: str) -> str:
         except OSError:
             return _normal(word)
     return f"{Path(word).name}({'+'.join(sizes)} bytes)"
+
+
+def _content(word: str) -> str:
+    """Digest and name of a data set or a file of rows; another word as it is."""
+    files = [word + suffix for suffix in (".bin", ".idx") if Path(word + suffix).is_file()]
+    if not files and not Path(word).is_file():
+        return _normal(word)
+    return f"{_hash(''.join(map(digest_of, files or [word])).encode())[7:19]}:{Path(word).name}"
+
+
+def _settings_of(folder: Path) -> str:
+    """Hash of what a tokenizer's folder says besides its tokens: template, special tokens, what is added."""
+    found = []
+    for name in ("tokenizer_config.json", "chat_template.jinja", "added_tokens.json"):
+        data = read_outside(folder / name, limit=_LIMIT) if (folder / name).is_file() else b""
+        with contextlib.suppress(ValueError, RecursionError):
+            said = json.loads(data)
+            data = json.dumps({key: said[key] for key in sorted(said) if key not in _NO_SETTING}).encode()
+        found.append(_hash(data))
+    return _hash("".join(found).encode())
 
 
 def _versions() -> Part:

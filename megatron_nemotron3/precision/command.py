@@ -75,7 +75,7 @@ def precision_command(options: PrecisionOptions) -> int:
             say(text, model=config.name, file=path, findings=text.splitlines())
         return 0
     if options.output is not None:
-        require_output(options.output, "--output")
+        require_output(options.output, "--output", b"# NVFP4 recipe for ")
     with result(options.json):
         config = chosen_model(options.which)
         if options.output is None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_nemotron3.checkpoints.folders import CHECKPOINTS, TRACKER, require_tokenizer
 from megatron_nemotron3.checkpoints.trust import trust_option
+from megatron_nemotron3.common.files import not_writable
 from megatron_nemotron3.common.options import LOG, TrackingOptions, config_option, flag, option, repeated
 from megatron_nemotron3.common.parser import PACKAGES, first_missing
 from megatron_nemotron3.common.switches import CONVERSATIONS, SFT_MEAN
@@ -204,6 +205,10 @@ def require_tracking(tracking: TrackingOptions, extra: Sequence[str]) -> None:
             raise ValueError(f"--{name} and {own} both say where the run is logged: give one")
     if tracking.tensorboard and Path(tracking.tensorboard).is_file():
         raise ValueError(f"--tensorboard {tracking.tensorboard} is a file: give a folder")
+    if tracking.tensorboard and (place := not_writable(Path(tracking.tensorboard))) is not None:
+        raise ValueError(
+            f"--tensorboard {tracking.tensorboard}: {place} is not a writable folder: give another"
+        )
     if tracking.wandb == "":
         raise ValueError("--wandb: the name of the project is empty: give one")
     if tracking.wandb is not None and os.environ.get("WANDB_MODE", "online") in ("online", "run", "shared"):
@@ -244,7 +249,12 @@ def named_data(options: TrainOptions, output: Path, split: str | None) -> Traini
         cache = str(output / "data")
         return given_data(options.conversations, options.tokenizer, conversations=True, cache=cache)
     if options.data_path:
-        return given_data(options.data_path, options.tokenizer, conversations=False, split=split)
+        # Megatron writes the index of samples next to the data set.
+        kept = any(
+            not_writable(Path(prefix)) for prefix in options.data_path if Path(prefix + ".idx").is_file()
+        )
+        own = str(output / "data" / "cache") if kept else None
+        return given_data(options.data_path, options.tokenizer, conversations=False, split=split, cache=own)
     return TrainingData()
 
 

@@ -100,6 +100,13 @@ def test_killed_between_checkpoint_and_tracker(root: Path) -> None:
     assert "named iteration 2, but the save of iteration 4 was complete" in line and _tracker(root) == "4"
 
 
+def test_a_time_to_come_does_not_move_a_tracker(root: Path) -> None:
+    """A clock that was set back, or that of a file server: the tracker may have been set back by hand."""
+    (root / writer.TRACKER).write_text("2")
+    _older(root / "iter_0000004" / "metadata.json", -1e6)
+    assert repair_tracker(LoadFolder(root)) == [] and _tracker(root) == "2"
+
+
 def test_a_tracker_set_back_by_hand_stays(root: Path) -> None:
     _older(root / "iter_0000004" / "metadata.json", 60)
     (root / writer.TRACKER).write_text("2")

@@ -51,8 +51,20 @@ def test_a_link_is_not_replaced(tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to("file")
     with pytest.raises(ValueError, match=f"is a link, which the file would replace: give {tmp_path}/file"):
-        files.require_output(link, "--output")
-    files.require_output(tmp_path / "file", "--output")
+        files.require_output(link, "--output", b"")
+    files.require_output(tmp_path / "file", "--output", b"old")
+    (tmp_path / "empty").touch()
+    files.require_output(tmp_path / "empty", "--output", b"new")
+    with pytest.raises(ValueError, match=r"file is a file that this command did not write: give another"):
+        files.require_output(tmp_path / "file", "--output", b"new")
+
+
+def test_the_place_of_a_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    assert files.not_writable(tmp_path / "new" / "newer") is None
+    assert files.not_writable(tmp_path / "file" / "new") == tmp_path / "file"
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    assert files.not_writable(tmp_path / "new" / "newer") == tmp_path
 
 
 def test_a_group_is_never_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,8 +152,14 @@ def _no_flock(descriptor: int, kind: int) -> None:
     raise OSError(errno.ENOLCK, "No locks available")
 
 
-def test_without_kernel_locks_the_record_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fcntl, "flock", _no_flock)
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EINVAL, errno.ENOTTY, errno.EPERM, errno.ENOTSUP])
+def test_without_kernel_locks_the_record_counts(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int, kind: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
     lines: list[str] = []
     with lock.held(tmp_path, "train", key="run", say=lines.append):
         assert lines == [
@@ -168,6 +174,15 @@ def test_without_kernel_locks_the_record_counts(tmp_path: Path, monkeypatch: pyt
                 os._exit(len(lines))
         assert os.waitpid(rank, 0)[1] >> 8 == 1
     assert lock.holder(tmp_path) is None
+
+
+def test_another_failure_of_the_lock_names_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, kind: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(OSError, match=f"Input/output error.*{lock.NAME}"), lock.held(tmp_path):
+        pass
 
 
 def test_without_kernel_locks_one_of_many_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

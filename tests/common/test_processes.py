@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import multiprocessing
 import os
 import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -205,3 +207,26 @@ def test_a_free_port_is_none_that_the_kernel_gives_away() -> None:
     ports = {free_port() for _ in range(50)}
     assert min(ports) >= 1024 and max(ports) < first
     assert len(ports) > 40
+
+
+def test_without_shared_memory_one_process_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where /dev/shm is read-only: the number of the workers' progress has no place."""
+
+    def refuse(*given: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), "/dev/shm/pym-1")
+
+    monkeypatch.setattr(multiprocessing.get_context("fork"), "Value", refuse, raising=False)
+    seen: list[int] = []
+
+    def work(item: int, count: Callable[[int], None]) -> tuple[int, int]:
+        count(item)
+        return item * item, os.getpid()
+
+    own = os.getpid()
+    assert list(processes.parallel_map(work, [1, 2, 3], workers=2, report=seen.append)) == [
+        (1, own), (4, own), (9, own),
+    ]  # fmt: skip
+    assert seen == [6]
+    assert list(processes.ordered_map(lambda item: (-item, os.getpid()), [1, 2], 2)) == [
+        (1, (-1, own)), (2, (-2, own)),
+    ]  # fmt: skip

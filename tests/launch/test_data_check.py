@@ -15,7 +15,7 @@ from megatron_nemotron3 import cli, run
 from megatron_nemotron3.launch import data_check, data_sets, schedule
 from megatron_nemotron3.launch.explain import explain_command
 from megatron_nemotron3.models import get
-from megatron_nemotron3.train import run_checks
+from megatron_nemotron3.train import inputs, run_checks
 from megatron_nemotron3.train.data import indexed
 from tests.support.smallest_tokenizer import SMALLEST
 
@@ -471,3 +471,41 @@ def test_rows_are_those_of_megatrons_conversations(tmp_path: Path) -> None:
     talks(tmp_path, "more", 30)
     with pytest.raises(AssertionError):
         built([file, str(tmp_path / "more")], None, "90,10,0")
+
+
+@pytest.mark.parametrize(("seconds", "outdated"), [(0, False), (-3600, True), (9e8, False)])
+@pytest.mark.parametrize("given", [False, True])
+def test_an_index_from_before_a_change(
+    seconds: float, outdated: bool, given: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron finds it by the path of the data set. A data set of the future cannot be judged."""
+    prefix = write(tmp_path / "a", [40] * 30)
+    folder = tmp_path / "cache" if given else tmp_path / "a" / "cache" / "GPTDataset_indices"
+    folder.mkdir(parents=True)
+    (folder / "0-GPTDataset-train-description.txt").write_text(f'{{\n    "dataset_path": "{prefix}",\n}}')
+    (folder / "1-GPTDataset-train-description.txt").write_text('{"dataset_path": "b"}')
+    now = os.stat(f"{prefix}.idx").st_mtime
+    for file in folder.iterdir():
+        os.utime(file, (now + min(seconds, 0), now + min(seconds, 0)))
+    if seconds > 0:
+        os.utime(f"{prefix}.idx", (now + seconds, now + seconds))
+    words = f"--data-path {prefix} --split 80,10,10" + f" --data-cache-path {folder}" * given
+    said = problem(tmp_path, words, monkeypatch)
+    assert said == "" or said.endswith(f"by the old index: remove {folder}")
+    assert bool(said) == outdated
+
+
+def test_an_index_without_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data of another user; a folder of indices that is there may have the right one."""
+    prefix, words = write(tmp_path / "a", [40] * 30), f"--data-path {tmp_path / 'a'} --split 80,10,10"
+    monkeypatch.setattr(data_check, "not_writable", lambda path: tmp_path)
+    said = (
+        f"index of the samples to {prefix}/cache, and {tmp_path} is not writable: give --data-cache-path DIR"
+    )
+    assert problem(tmp_path, words, monkeypatch).endswith(said)
+    assert problem(tmp_path, f"{words} --data-cache-path {tmp_path}", monkeypatch) == ""
+    monkeypatch.setattr(inputs, "not_writable", lambda path: tmp_path)
+    options = inputs.TrainOptions(data_path=[prefix], tokenizer="t")
+    assert inputs.named_data(options, tmp_path / "run", None).data_cache_path == f"{tmp_path}/run/data/cache"
+    Path(prefix, "cache").mkdir(parents=True)
+    assert problem(tmp_path, words, monkeypatch) == ""

@@ -8,8 +8,16 @@ from pathlib import Path
 import pytest
 
 from megatron_nemotron3.checkpoints.convert.megatron_args import args_of
-from megatron_nemotron3.common.switches import EMULATE
-from megatron_nemotron3.launch import Launch, ParallelLayout, TrainingData, flags, manifest, to_argv
+from megatron_nemotron3.common.switches import EMULATE, SFT_MEAN
+from megatron_nemotron3.launch import (
+    Launch,
+    ParallelLayout,
+    TrainingData,
+    data_sets,
+    flags,
+    manifest,
+    to_argv,
+)
 from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.precision import yaml_file
 
@@ -155,3 +163,80 @@ def test_a_damaged_file(text: str, tmp_path: Path) -> None:
     (tmp_path / manifest.NAME).write_text(text)
     with pytest.raises(ValueError, match=r"run\.json: it is damaged: remove it"):
         manifest.RunManifest(tmp_path)
+
+
+def _of_file(path: Path, tokenizer: Path, *words: str, mean: str = "tokens") -> manifest.Parts:
+    given = ["--data-path", str(path), "--tokenizer-model", str(tokenizer), *words]
+    return manifest.parts_of(given, {SFT_MEAN: mean})
+
+
+@pytest.mark.parametrize(
+    ("rows", "template", "words", "mean", "refused"),
+    [
+        ("ab", "x", (), "tokens", ""),
+        ("ba", "x", (), "tokens", r"another data set \(content of --data-path [0-9a-f]{12}:rows -> "),
+        ("ab", "y", (), "tokens", r"another tokenizer \(content of chat template and settings sha256"),
+        ("ab", "x", ("--seed", "7"), "tokens", r"another order of its data \(seed 1234 -> 7\)"),
+        ("ab", "x", ("--seed", "1234"), "tokens", ""),
+        ("ab", "x", (), "conversations", r"data set \(NEMOTRON3_SFT_MEAN not given -> conversations\)"),
+    ],
+)
+def test_what_keeps_its_name_and_size(
+    rows: str, template: str, words: tuple[str, ...], mean: str, refused: str, tmp_path: Path
+) -> None:
+    folder, file = tmp_path / "tokenizer", tmp_path / "rows"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer_config.json").write_text('{"transformers_version": "4", "bos_token": "a"}')
+    (folder / "chat_template.jinja").write_text("x")
+    file.write_text("ab")
+    found = _written(tmp_path, _of_file(file, folder))
+    file.write_text(rows)
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "a", "transformers_version": "5"}')
+    (folder / "chat_template.jinja").write_text(template)
+    new = _of_file(file, folder, *words, mean=mean)
+    if refused:
+        with pytest.raises(ValueError, match=f"{refused}.*: give --change"):
+            found.require_same(new, 3, (), ALL, {})
+        (line,) = manifest.RunManifest(tmp_path).write(new, 3)
+        assert " changes at step 3: " in line
+    else:
+        found.require_same(new, 3, (), ALL, {})
+        assert manifest.RunManifest(tmp_path).write(new, 3) == []
+
+
+def test_rows_by_another_path_and_a_record_without_content(tmp_path: Path) -> None:
+    file, other = tmp_path / "rows", tmp_path / "more" / "rows"
+    other.parent.mkdir()
+    for path in (file, other):
+        path.write_text("ab")
+    parts, moved = _of_file(file, tmp_path, "--seed", "7"), _of_file(other, tmp_path, "--seed", "7")
+    _written(tmp_path, parts).require_same(moved, 3, (), ALL, {})
+    # As older versions wrote it.
+    parts["data"] = {"--data-path": str(file)}
+    parts["tokenizer"] = {name: value for name, value in parts["tokenizer"].items() if name[:2] == "--"}
+    parts["launch"]["--seed"] = "7"
+    file.write_text("ba")
+    older = _written(tmp_path, parts)
+    older.require_same(_of_file(file, tmp_path, "--seed", "7"), 3, (), ALL, {})
+    with pytest.raises(ValueError, match=r"\(seed 7 -> 1234\)"):
+        older.require_same(_of_file(file, tmp_path), 3, (), ALL, {})
+
+
+def test_what_a_run_may_change_is_said(tmp_path: Path) -> None:
+    """Megatron goes on with either in silence; the layout has no part in what is learned."""
+    found = _written(tmp_path, manifest.parts_of(["--seq-length", "64", "--tp", "2"], {}))
+    (line,) = found.write(manifest.parts_of(["--seq-length", "128", "--tp", "1", "--clip-grad", "2"], {}), 3)
+    assert line == "other options change at step 3: seq-length 64 -> 128, clip-grad not given -> 2"
+
+
+def test_a_large_file_is_known_by_places_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_sets, "_READ", 4)
+    path, found = tmp_path / "large", set()
+    for changed in (None, 0, 491, 999, 500):  # between two places the last
+        data = bytearray(1000)
+        if changed is not None:
+            data[changed] = 1
+        path.write_bytes(data)
+        found.add(data_sets.digest_of(str(path)))
+    assert len(found) == 4

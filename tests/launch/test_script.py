@@ -552,7 +552,7 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nano", "--set", "A=1"], "--set A=1 sets a variable of the script of --argv"),
+        (["nano", "--set", "A=1"], "--set A=1 is about the script of --argv"),
         (["nano", "--argv", "FILE", "--set", "A"], "--set A: give VARIABLE=VALUE"),
         (["nano", "--argv", "FILE", "--set", "NO=1"], "--set NO: the script has no such variable"),
         (["--tp", "2"], "give the NAME of a model"),

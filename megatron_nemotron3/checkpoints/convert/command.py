@@ -118,6 +118,13 @@ def verify(options: VerifyOptions) -> int:
         }
         a = stack.enter_context(local(options.a))
         if options.b is None:
+            if any(value not in (None, (), False) for value in (*read.values(), *vars(options.mtp).values())):
+                raise ValueError(
+                    "without B the files of A are compared with its manifest: drop all options but --workers "
+                    "and --json"
+                )
             return comparison.verify_manifest(a, options.workers)
         b = stack.enter_context(local(options.b))
+        if a.resolve() == b.resolve():
+            raise ValueError(f"A and B are one checkpoint, {b}: leave B out to compare it with its manifest")
         return comparison.verify(a, b, read, asdict(options.mtp), options.workers)

@@ -28,6 +28,7 @@ from megatron_nemotron3.checkpoints.metadata import INDEX as MEGATRON_INDEX
 from megatron_nemotron3.checkpoints.structure import CONFIG as MEGATRON_CONFIG
 from megatron_nemotron3.common import lock
 from megatron_nemotron3.common.files import (
+    not_writable,
     read_outside,
     short_name,
     sync_folder,
@@ -118,10 +119,7 @@ def check_target(target: Path) -> None:
         target.is_dir() and not target.is_symlink() and not any(target.iterdir())
     ):
         raise ValueError(f"{target}: it exists: give a new folder, or remove it")
-    parent = target.absolute().parent
-    while not os.path.lexists(parent):
-        parent = parent.parent
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
+    if (parent := not_writable(target.absolute().parent)) is not None:
         raise ValueError(f"{target}: {parent} is not a writable folder: choose another place")
 
 

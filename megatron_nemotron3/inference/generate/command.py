@@ -107,9 +107,9 @@ class SamplingOptions(CheckpointOptions):
         """Raises ValueError for options that have no effect."""
         from megatron_nemotron3.inference.generate.sampling import Sampling
 
-        if self.temperature == 0 and (self.top_k or self.top_p):
+        if self.temperature == 0 and (self.top_k or self.top_p or self.seed):
             raise ValueError(
-                "--top-k and --top-p restrict sampling, but temperature 0 does not sample: give "
+                "--top-k, --top-p and --seed are about sampling, but temperature 0 does not sample: give "
                 "--temperature T"
             )
         return Sampling(self.temperature, self.top_k, self.top_p, self.seed)

@@ -24,7 +24,7 @@ class Sampling:
         seed: row i draws with seed + i.
 
     Raises:
-        ValueError: a temperature below 0, a top_k below 1, a top_p not in (0, 1].
+        ValueError: a temperature below 0, a top_k below 1, a top_p not in (0, 1], a seed above 2^62.
     """
 
     temperature: float = 0.0
@@ -39,6 +39,8 @@ class Sampling:
             raise ValueError(f"top_k={self.top_k}: use 1 or more, or leave it out")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p}: use a number above 0 and up to 1")
+        if abs(self.seed) > 1 << 62:
+            raise ValueError(f"seed={self.seed}: use a number of at most 2^62")
 
     @property
     def greedy(self) -> bool:

@@ -123,7 +123,7 @@ def _check(options: PruneOptions, sizes: Sizes) -> None:
     if options.text is not None and not Path(options.text).exists():
         raise ValueError(f"--text {options.text} does not exist")
     if measures and options.scores is not None:
-        require_output(options.scores, "--scores")
+        require_output(options.scores, "--scores", b"nemotron3 scores")
     if options.output is not None:
         from megatron_nemotron3.checkpoints.convert.job import check_target
 

@@ -77,7 +77,7 @@ def search_command(options: SearchOptions) -> int:
     if options.output is not None:
         if options.output.suffix != ".json":
             raise ValueError(f"--output {options.output}: give a file that ends with .json, for --model")
-        require_output(options.output, "--output")
+        require_output(options.output, "--output", b'"title": ')
     context = config.seq_length if options.context is None else options.context
     serving = ServingUse(GPUS[options.gpu], options.sequences, context)
     losses: CandidateLosses | None = None

@@ -76,7 +76,9 @@ class LogitsOptions:
     chat_template_kwargs: str | None = variables_option(group="data, as in the training that reads it")
     tokenizer: str | None = _DATA("Hugging Face tokenizer folder (default: the run's)", "DIR")
     seq_length: int | None = _DATA("tokens per sequence (default: the model's)", "N")
-    data_seed: int = _DATA("seed of the document order (default 1234)", "N", default=1234)
+    data_seed: int = _DATA(
+        "seed of the document order (default 1234)", "N", default=1234, least=0, most=2**32 - 1
+    )
     tp: int | None = layout_option("tp")
     pp: int | None = layout_option("pp")
     vpp: int | None = None
@@ -109,7 +111,7 @@ def logits_command(options: LogitsOptions) -> int:
     data_check.require(to_argv(flags(launch)))
     with lock.held(options.output):
         before = _stored(options.output)
-        if options.conversations and options.split is None:
+        if options.conversations:
             data = replace(data, split=_split(options, launch, before))
             manifest, launch = _manifest(options, teacher, data, length), replace(launch, data=data)
         argv = to_argv(flags(launch))
@@ -137,9 +139,9 @@ def _split(options: LogitsOptions, launch: Launch, before: LogitsManifest | None
     data = launch.data
     assert data is not None and data.tokenizer_model is not None
     if before is not None:
-        return before.source.get("split", data.split)
+        return options.split or before.source.get("split", data.split)
     rows = conversation_rows(options, data.tokenizer_model, launch, options.output / _CACHE)
-    return data.split if has_validation(launch, rows) else ALL_TRAIN
+    return data.split if options.split or has_validation(launch, rows) else ALL_TRAIN
 
 
 def _require_folder(folder: Path, manifest: LogitsManifest, before: LogitsManifest | None) -> None:

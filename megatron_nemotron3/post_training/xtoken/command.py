@@ -43,7 +43,7 @@ def register(commands: Any) -> None:
 def xtoken(options: XTokenOptions) -> int:
     """Build or read the projection, print what it consists of, and write it. Exit status 0."""
     if options.output is not None:
-        require_output(options.output, "--output")
+        require_output(options.output, "--output", b"nemotron3-xtoken-")
     built = {name: value for name in ("width", "pieces") if (value := getattr(options, name)) is not None}
     building = [f"--{name}" for name in built]
     building += ["--no-joined"] * options.no_joined + ["--output"] * (options.output is not None)

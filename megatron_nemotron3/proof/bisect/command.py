@@ -39,6 +39,10 @@ def register(commands: Any) -> None:
 def bisect(options: BisectOptions) -> int:
     """Run `nemotron3 bisect`. Returns 0 if both systems agree with the checkpoint, 1 if one deviates."""
     config = stored_model(options.stored)
+    if options.trainer.exists() and options.engine.exists() and options.trainer.samefile(options.engine):
+        raise ValueError(f"--trainer and --engine are one file, {options.engine}: give two recordings")
+    if options.previous is not None and (options.no_cause or options.previous == options.checkpoint):
+        raise ValueError("--previous takes an older checkpoint, for the cause: drop it, or --no-cause")
 
     from megatron_nemotron3.proof.bisect.diagnose import Investigation
     from megatron_nemotron3.proof.bisect.recompute import Recomputation
@@ -50,7 +54,7 @@ def bisect(options: BisectOptions) -> int:
     with ExitStack() as stack:
         model = Recomputation.open(stack.enter_context(local(options.checkpoint)), config)
         previous = None
-        if options.previous is not None and not options.no_cause:
+        if options.previous is not None:
             previous = Recomputation.open(stack.enter_context(local(options.previous)), model.config)
         for file, side in zip(files, (trainer, engine)):
             try:

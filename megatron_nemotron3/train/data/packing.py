@@ -261,8 +261,10 @@ class PackedConversations:
 def _key(path: str, encoder: bytes) -> str:
     """Changes with the file, what makes its tokens and the format of the arrays."""
     found = os.stat(path)
-    parts = [str(_FORMAT), os.path.realpath(path), str(found.st_size), str(found.st_mtime_ns)]
-    return hashlib.sha256("\n".join(parts).encode() + encoder).hexdigest()[:20]
+    # The time of change as well: `touch`, `cp -p` and `rsync -t` set the other one.
+    numbers = _FORMAT, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    data = "\n".join([os.path.realpath(path), *map(str, numbers)]).encode() + encoder
+    return hashlib.sha256(data).hexdigest()[:20]
 
 
 def _digest(tokenizer: str) -> bytes:

@@ -39,9 +39,10 @@ def read(files: list[Path]) -> History:
         for tag, iteration, value in _read_scalars(file):
             added.setdefault(tag, {})[iteration] = value
         for tag, points in added.items():
-            begun = min(points)
-            kept = {i: v for i, v in series.get(tag, {}).items() if i < begun}
-            series[tag] = kept | points
+            begun, before = min(points), series.get(tag, {})
+            # Files are ordered by clock: one set back puts those of a resumed run first.
+            continues = bool(before) and min(before) > max(points)
+            series[tag] = {i: v for i, v in before.items() if i < begun or continues} | points
     return {tag: sorted(points.items()) for tag, points in series.items()}
 
 

@@ -39,7 +39,7 @@ def watch_command(options: WatchOptions) -> int:
     folder = run_of(options.folder)
     output = options.output or folder / "monitor.png"
     if options.output is not None or folder.is_dir():  # a missing folder has its own message
-        require_plot(output, "--output")
+        require_plot(output, "--output", b"PNG")
     files = events.find(folder)
     history = events.read(files)
     panels = panels_of(history)

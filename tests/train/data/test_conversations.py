@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 import tracemalloc
@@ -618,6 +619,11 @@ def test_arrays_are_kept_until_file_or_tokenizer_change(
         assert tokens() == first
     write_lines(path, [{"messages": CHAT}, {"messages": CHAT}])
     assert tokens() == 2 * first
+    before, arrays = path.stat(), sorted((tmp_path / "k").iterdir())
+    path.write_text(path.read_text().replace("apples", "pieces"))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # as `cp -p` leaves it
+    assert path.stat().st_size == before.st_size and tokens()
+    assert len(list((tmp_path / "k").iterdir())) == len(arrays) + 1
     write_tokenizer(folder, TURNS.replace("<|end|>", ""))
     assert tokens() < 2 * first
 

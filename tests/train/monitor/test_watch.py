@@ -69,6 +69,14 @@ def test_a_resumed_run_overwrites_what_it_repeats(tmp_path: Path) -> None:
     assert points == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 1.0), (5, 2.0), (6, 2.0)]
 
 
+def test_a_clock_that_was_set_back_loses_no_steps(tmp_path: Path) -> None:
+    """The names of event files begin with the time: here the resumed run has the first one."""
+    write(tmp_path, {"max_vio/layer_001": [(3, 2.0), (4, 2.0)]}, suffix=".0")
+    write(tmp_path, {"max_vio/layer_001": [(1, 1.0), (2, 1.0)]}, suffix=".1")
+    points = events.read(events.find(tmp_path))["max_vio/layer_001"]
+    assert points == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
+
+
 def test_a_run_that_still_writes(tmp_path: Path) -> None:
     """An incomplete last record is left out, wherever it ends."""
     file = write(tmp_path, {"max_vio/layer_001": [(1, 1.0), (2, 2.0)]})
