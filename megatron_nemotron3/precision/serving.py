@@ -32,7 +32,8 @@ class ServingRecipe:
     bf16_before_attention: bool = False
     #: NVFP4 weights with BF16 activations, even if activation scales are given.
     weight_only: bool = False
-    #: NVFP4 blocks are scaled to 6 or 4, whichever has the smaller error (`numerics.nvfp4`).
+    #: NVFP4 blocks are scaled to 6 or 4, whichever has the smaller error (`numerics.nvfp4`), FP8
+    #: weights to 448 or 299 (`numerics.fp8`).
     four_over_six: bool = False
     #: Layers are listed individually (MIXED_PRECISION), even if all have one format.
     listed: bool = False
@@ -51,8 +52,7 @@ RECIPES: dict[str, ServingRecipe] = {
     ),
     "ultra-nvfp4": ServingRecipe(
         _LATENT_NVFP4,
-        "ModelOpt 0.47, NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16/ptq/nvfp4-4o6. It also tries 1.5 times the "
-        "scale of each FP8 weight, and takes that with the smaller error",
+        "ModelOpt 0.47, NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16/ptq/nvfp4-4o6",
         four_over_six=True,
         listed=True,
     ),
@@ -63,7 +63,7 @@ RECIPES: dict[str, ServingRecipe] = {
     ),
     "lightning-nvfp4": ServingRecipe(
         {"routed experts": NVFP4, "shared experts": NVFP4, "output head": NVFP4, "Mamba projections": FP8},
-        "ModelOpt 0.47, NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16/ptq/w4a16_nvfp4_4o6. FP8 scales as Ultra",
+        "ModelOpt 0.47, NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16/ptq/w4a16_nvfp4_4o6",
         weight_only=True,
         four_over_six=True,
         listed=True,
