@@ -32,7 +32,7 @@ class ServingRecipe:
     bf16_before_attention: bool = False
     #: NVFP4 weights with BF16 activations, even if activation scales are given.
     weight_only: bool = False
-    #: Scales are chosen by error: 6 or 4 in an NVFP4 block (`numerics.nvfp4`), 448 or 299 in FP8 (`.fp8`).
+    #: Scales are chosen by error: 6 or 4 in an NVFP4 block (`numerics.nvfp4`), 448 or 299 in FP8.
     four_over_six: bool = False
     #: Layers are listed individually (MIXED_PRECISION), even if all have one format.
     listed: bool = False
@@ -46,7 +46,7 @@ RECIPES: dict[str, ServingRecipe] = {
     "super-nvfp4": ServingRecipe(
         _LATENT_NVFP4,
         "ModelOpt 0.47, NVIDIA-Nemotron-3-Super-120B-A12B-BF16/ptq/nvfp4-max-calib; its nvfp4-mse tries 126 "
-        "scales for each block. The released file came from a search layer by layer: some of these FP8 layers "
+        "scales per block. The released file came from a search layer by layer: some of these FP8 layers "
         "are BF16 there, and a few others FP8",
         listed=True,
     ),
