@@ -32,7 +32,7 @@ class ServingRecipe:
     bf16_before_attention: bool = False
     #: NVFP4 weights with BF16 activations, even if activation scales are given.
     weight_only: bool = False
-    #: NVFP4 blocks are scaled to 6 or 4, whichever has the smaller error (`numerics.nvfp4`).
+    #: Scales are chosen by error: 6 or 4 in an NVFP4 block (`numerics.nvfp4`), 448 or 299 in FP8.
     four_over_six: bool = False
     #: Layers are listed individually (MIXED_PRECISION), even if all have one format.
     listed: bool = False
@@ -45,14 +45,14 @@ _ALL_FP8 = dict.fromkeys(_ALL_NVFP4, FP8)
 RECIPES: dict[str, ServingRecipe] = {
     "super-nvfp4": ServingRecipe(
         _LATENT_NVFP4,
-        "ModelOpt 0.47, NVIDIA-Nemotron-3-Super-120B-A12B-BF16/ptq/nvfp4-max-calib. The released file came "
-        "from a search layer by layer: some of these FP8 layers are BF16 there, and a few others FP8",
+        "ModelOpt 0.47, NVIDIA-Nemotron-3-Super-120B-A12B-BF16/ptq/nvfp4-max-calib; its nvfp4-mse tries 126 "
+        "scales per block. The released file came from a search layer by layer: some of these FP8 layers "
+        "are BF16 there, and a few others FP8",
         listed=True,
     ),
     "ultra-nvfp4": ServingRecipe(
         _LATENT_NVFP4,
-        "ModelOpt 0.47, NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16/ptq/nvfp4-4o6. It also tries 1.5 times the "
-        "scale of each FP8 weight, and takes that with the smaller error",
+        "ModelOpt 0.47, NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16/ptq/nvfp4-4o6",
         four_over_six=True,
         listed=True,
     ),
@@ -63,7 +63,7 @@ RECIPES: dict[str, ServingRecipe] = {
     ),
     "lightning-nvfp4": ServingRecipe(
         {"routed experts": NVFP4, "shared experts": NVFP4, "output head": NVFP4, "Mamba projections": FP8},
-        "ModelOpt 0.47, NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16/ptq/w4a16_nvfp4_4o6. FP8 scales as Ultra",
+        "ModelOpt 0.47, NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16/ptq/w4a16_nvfp4_4o6",
         weight_only=True,
         four_over_six=True,
         listed=True,

@@ -6,7 +6,8 @@
 Runs on a CPU. Per case: `weight` (bits of `dtype`), `codes`, `scale` (bits of float8_e4m3fn), `scale_2`, and
 `values`, the bits of the weights ModelOpt's dequantization gives in bfloat16. Names with `four_` are of its
 four-over-six (`configs/numerics/nvfp4_four_over_six`, a search over 1 and 1.5). Its kernel that is for CUDA
-alone, of the values that the search compares, is replaced by ModelOpt's functions for CPUs.
+alone, of the values that the search compares, is replaced by ModelOpt's functions for CPUs. `fp8_amax` is
+what the same search makes of the weight's largest magnitude for FP8 (`configs/numerics/fp8`).
 """
 
 from __future__ import annotations
@@ -106,6 +107,19 @@ def four_over_six(weight: torch.Tensor) -> tuple[Any, torch.Tensor, torch.Tensor
     return NVFP4QTensor.quantize(weight.clone(), 16, scale, scale_2)
 
 
+def fp8_amax(weight: torch.Tensor) -> torch.Tensor:
+    """ModelOpt's largest magnitude of an FP8 weight, float32 []."""
+    import modelopt.torch.quantization as mtq
+
+    linear = torch.nn.Linear(*weight.shape[::-1], bias=False, dtype=weight.dtype)
+    linear.weight.data.copy_(weight)
+    model = torch.nn.Sequential(linear)
+    off, on = FOUR_OVER_SIX["quant_cfg"]
+    quantizers = [off, {**on, "cfg": {"num_bits": (4, 3), "axis": None}}]
+    mtq.quantize(model, {**FOUR_OVER_SIX, "quant_cfg": quantizers})
+    return model[0].weight_quantizer.amax.float()
+
+
 def main() -> None:
     """Write the file."""
     from modelopt.torch.quantization.qtensor import NVFP4QTensor
@@ -115,6 +129,7 @@ def main() -> None:
         signed = {2: torch.int16, 4: torch.int32}[weight.element_size()]
         arrays[f"{name}.dtype"] = numpy.array(str(weight.dtype).removeprefix("torch."))
         arrays[f"{name}.weight"] = weight.view(signed).numpy()
+        arrays[f"{name}.fp8_amax"] = fp8_amax(weight).numpy()
         plain = NVFP4QTensor.quantize(weight.clone(), 16)
         for form, (made, scale, scale_2) in (("", plain), ("four_", four_over_six(weight))):
             values = made.dequantize(torch.bfloat16, scale=scale, double_scale=scale_2, block_sizes={-1: 16})

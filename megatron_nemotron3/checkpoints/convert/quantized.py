@@ -85,7 +85,7 @@ class Weight:
     algorithm: str | None
     #: Given scales: suffix after "X." -> value.
     given: Mapping[str, float] = field(default_factory=dict)
-    #: Scales of an NVFP4 weight are chosen by error (`numerics.nvfp4`).
+    #: Scales are chosen by error: of the blocks of an NVFP4 weight, of an FP8 weight.
     four_over_six: bool = False
 
     @property
@@ -171,8 +171,7 @@ def quantization(
         module = tensor.name.removesuffix(".weight")
         names = [f"{module}.{suffix}" for suffix in SCALES]
         own = {n.rpartition(".")[2]: given[n] for n in names if n in used}
-        four_over_six = rules.four_over_six and by_name[tensor.name] == NVFP4
-        weights.append(Weight(tensor, algorithms.get(by_name[tensor.name]), own, four_over_six))
+        weights.append(Weight(tensor, algorithms.get(by_name[tensor.name]), own, rules.four_over_six))
     kept = tuple(n for n, kind in by_name.items() if kind == FP8 and not have[FP8])
     unused = tuple(name for name in given if name not in used)
     return Quantization(full, tuple(weights), have["KV cache"], kept, unused)

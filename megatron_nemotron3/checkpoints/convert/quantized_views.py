@@ -292,8 +292,13 @@ class Quantized(TensorSource):
         limit = e4m3.MAX if weight.algorithm == "FP8" else nvfp4.limit(weight.four_over_six)
         try:
             if name not in self._amax:
-                pieces = bands(whole(shape), 1 << 22)
-                self._amax[name] = max(nvfp4.amax(self._elements(name, some)) for some in pieces)
+                pieces = [*bands(whole(shape), 1 << 22)]
+                amax = max(nvfp4.amax(self._elements(name, some)) for some in pieces)
+                if weight.four_over_six and weight.algorithm == "FP8":
+                    errors = torch.stack([fp8.squared_errors(self._elements(name, p), amax) for p in pieces])
+                    dtype = self._source.tensors[name].torch_dtype
+                    amax = fp8.of_smaller_error(amax, errors.sum(0), dtype)
+                self._amax[name] = amax
             return nvfp4.tensor_scale(self._amax[name], limit)
         except CheckpointError:
             raise

@@ -225,6 +225,8 @@ class Refit:
         self._agree(packed.measure(), "source")
         with self._guarded("compared the largest magnitudes"):
             dist.all_reduce(packed.largest, dist.ReduceOp.MAX, group=self.groups.group)
+            packed.search()
+            dist.all_reduce(packed.errors, group=self.groups.group)
         self._agree(packed.compute_scales(), "source")
         return packed
 

@@ -25,7 +25,8 @@ _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 class PackedSource(Mapping[str, Tensor]):
     """What a training rank sends, by the names of the plan. A tensor is packed each time it is looked up.
 
-    Call `measure`, reduce `largest` to the maximum over all ranks, then call `compute_scales`.
+    Call `measure`, reduce `largest` to the maximum over all ranks, call `search`, reduce `errors` to the sum,
+    then call `compute_scales`.
     source: weights by Hugging Face's names; empty on a rank that only receives.
     """
 
@@ -37,11 +38,12 @@ class PackedSource(Mapping[str, Tensor]):
         self._made: dict[str, tuple[Weight, Stored]] = {}
         self._places: dict[str, tuple[int, tuple[int, int]]] = {}
         limits: list[Tensor] = []
-        size = 0
+        size, self._searched = 0, list[str]()
         for name, weight in plan.serving.packed.items():
             if weight.algorithm is not None:
                 grid = grid_of(weight)
                 self._places[name] = size, grid
+                self._searched += [name] * (weight.four_over_six and weight.algorithm == "FP8")
                 size += prod(grid)
                 limit = nvfp4.limit(weight.four_over_six) if "NVFP4" in weight.algorithm else e4m3.MAX
                 limits.append(torch.full((prod(grid),), limit, dtype=torch.float32))
@@ -50,6 +52,8 @@ class PackedSource(Mapping[str, Tensor]):
         #: Largest magnitudes, float32 [number of scales].
         self.largest = torch.zeros(size, dtype=torch.float32, device=device)
         self._limits = torch.cat([self.largest[:0].cpu(), *limits]).to(device)
+        #: Of the weights whose scale is chosen by error: the errors of both scales, float64 [2, number].
+        self.errors = torch.zeros(2, len(self._searched), dtype=torch.float64, device=device)
 
     def measure(self) -> str | None:
         """Find the largest magnitudes of this rank's shares. Returns what cannot be packed, if anything."""
@@ -70,8 +74,18 @@ class PackedSource(Mapping[str, Tensor]):
             self.largest[start : start + prod(grid)] = found.flatten()
         return self._first(~torch.isfinite(self.largest), "holds infinity or NaN")
 
+    def search(self) -> None:
+        """Find the errors of this rank's shares with the scales to choose from."""
+        for number, name in enumerate(self._searched):
+            if name in self._source:
+                x, largest = self._weight(name), self.largest[self._places[name][0]]
+                rows, columns = self._numbers(name, x)
+                self.errors[:, number] = fp8.squared_errors(x[rows >= 0][:, columns >= 0], largest)
+
     def compute_scales(self) -> str | None:
         """Make the scales of the magnitudes that all ranks agreed on. Returns what cannot be packed."""
+        places, dtype = [self._places[n][0] for n in self._searched], getattr(torch, self._plan.serving.dtype)
+        self.largest[places] = fp8.of_smaller_error(self.largest[places], self.errors, dtype)
         largest, least = self.largest, self._limits * torch.finfo(torch.float32).tiny
         self._scales = torch.where(largest == 0, 1.0, largest) / self._limits
         return self._first((largest > 0) & (largest < least), "is too small for a scale")

@@ -19,3 +19,19 @@ def quantize(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 def dequantize(bits: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """Values of E4M3 bits times their scale, in `dtype`, rounded once from the FP32 product."""
     return (e4m3.decode(bits) * scale).to(dtype)
+
+
+def squared_errors(x: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
+    """Sums of squared errors of a part of a weight with the scales of `amax` and 1.5 amax, float64 [2].
+
+    ModelOpt adds them up in FP32 when it searches scales: sums that are equal there can differ here.
+    """
+    x, largest = x.float(), amax * amax.new_tensor([1.0, 1.5])
+    scales = e4m3.MAX / torch.where(largest <= 2.0**-24, 1.0, largest)
+    values = (e4m3.decode(e4m3.encode(x * scale)) * scale.reciprocal() for scale in scales.unbind())
+    return torch.stack([value.sub_(x).square_().sum(dtype=torch.float64) for value in values])
+
+
+def of_smaller_error(amax: torch.Tensor, errors: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`amax`, or 1.5 amax in the `dtype` of the weight if its error [2, ...] is smaller, float32."""
+    return torch.where(errors[1] < errors[0], (amax * 1.5).to(dtype).float(), amax)

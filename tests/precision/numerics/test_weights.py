@@ -53,6 +53,21 @@ def test_bytes_are_modelopts(four: bool) -> None:
         assert torch.equal(values, torch.from_numpy(data[f"{stored}values"]).view(torch.bfloat16)), case
 
 
+def test_scales_of_fp8_weights_are_modelopts() -> None:
+    """Chosen by error between amax and 1.5 amax, which ModelOpt keeps in the type of the weight."""
+    with numpy.load(GOLDEN) as file:
+        data = dict(file)
+    factors = {}
+    for case in CASES:
+        weight = torch.from_numpy(data[f"{case}.weight"]).view(getattr(torch, str(data[f"{case}.dtype"])))
+        amax = nvfp4.amax(weight)
+        errors = torch.stack([fp8.squared_errors(part, amax) for part in weight.split(3)]).sum(0)
+        found = fp8.of_smaller_error(amax, errors, weight.dtype)
+        assert found.numpy().tobytes() == data[f"{case}.fp8_amax"].tobytes(), case
+        factors[case] = float(found / amax)
+    assert factors["odd"] == pytest.approx(1.5, abs=0.01) and factors["normal"] == 1
+
+
 MODELOPT = """
 import torch
 from modelopt.torch.quantization.qtensor import FP8QTensor, NVFP4QTensor
