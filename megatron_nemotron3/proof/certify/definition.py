@@ -134,7 +134,12 @@ def _defined(bench: Bench, where: str) -> Iterator[Finding]:
         return
     if unwritten := unwritten_of(args, OPTIMIZER):
         yield untested("optimizer", unwritten, where)
-    for distance in worst_of(_compared(case, Objective.of(args), steps)):
+    try:
+        worst = worst_of(_compared(case, Objective.of(args), steps))
+    except ValueError as problem:  # the names of the weights
+        yield failed("tensors of the model", where, str(problem))
+        return
+    for distance in worst:
         if distance.what != "optimizer" or not unwritten:
             yield verdict(distance, where)
 

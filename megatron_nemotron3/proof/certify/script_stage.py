@@ -64,7 +64,7 @@ _BLENDS = {"--train-data-path", "--per-split-data-args-path", "--data-args-path"
 _OF_FSDP = "fsdp_dtensor"
 _FSDP = "--use-megatron-fsdp"
 _STOCK_ONLY = {"--hybrid-context-parallel"}
-#: One batch after each step.
+#: One batch after each step. A run that goes on from a checkpoint has as many: fewer would be consumed already.
 _EVALUATING = ("--eval-iters", "1")
 MONITORS = "monitors of the first step"
 #: What a run that fails raises.
@@ -218,7 +218,7 @@ def _script(scripts: ScriptRuns, seed: int) -> Iterator[Finding]:
         return
     yield from run_findings(compared, scripts.bases[0], killed, where)
     yield from checkpoint_findings(scripts, killed, where)
-    yield from resume_findings(scripts, first, killed, where)
+    yield from resume_findings(scripts, first, killed, where, *_EVALUATING)
     for other in _others(bench.proxy.sizes, bench.proxy.case.sequences):
         yield from other_layout_findings(scripts, compared, other, scripts.bases[0], killed)
 
@@ -229,7 +229,11 @@ def defined_findings(scripts: ScriptRuns, compared: NoiseComparison[ScriptResult
     if bench.proxy.case.boost is not None or bench.proxy.case.lora is not None:
         return
     begun = weights(bench.case(None, fault=None))
-    by, found = defined(bench.case(None), begun, base, scripts.folder / "one-0")
+    try:
+        by, found = defined(bench.case(None), begun, base, scripts.folder / "one-0")
+    except ValueError as problem:  # the names of the weights
+        yield failed("tensors of the model", DEFINITION, str(problem))
+        return
     yield from found
     if by is not None:
         yield from run_findings(compared, base, by, DEFINITION)
@@ -348,7 +352,8 @@ def other_layout_findings(
     optimizer = not reason
     if reason:
         yield untested("optimizer state loaded", reason, where)
-    options = (*scripts.loading, *(() if optimizer else ("--no-load-optim", "--no-load-rng")))
+    options = (*scripts.loading, *_EVALUATING)
+    options += () if optimizer else ("--no-load-optim", "--no-load-rng")
     name = "elsewhere" if other else "elsewhere-one"
     try:
         found = scripts.run(name, other, *options)

@@ -1,9 +1,10 @@
 """Faults of others: which of them certify finds, that was not built with them.
 
-python -m tests.proof.certify.outside            # run every fault and write what was found
-python -m tests.proof.certify.outside NAME …     # run some of them
+python -m tests.proof.certify.outside              # run every fault of the second set and write what was found
+python -m tests.proof.certify.outside 1 [NAME …]   # run those of a set, or some of them
 
-`outside_faults` was written without knowledge of certify. The stages run in turn until one fails.
+Each set was written without knowledge of certify and of the other one. The stages run in turn until one fails that
+does not fail without the fault.
 """
 
 from __future__ import annotations
@@ -12,28 +13,54 @@ import json
 import os
 import sys
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.proof.certify.bench import last_line
-from tests.proof.certify import faults
+from tests.proof.certify import faults, outside_faults, outside_faults_2
 from tests.proof.certify.catalogue import Fault
-from tests.proof.certify.outside_faults import OUTSIDE
+from tests.proof.certify.outside_faults_2b import OutsideFault
 
-PAGE = Path(__file__).parents[3] / "docs" / "certify.md"
-#: What was found when it was last written.
-GOLDEN = Path(__file__).parents[2] / "golden" / "certify_outside.json"
-
+_GOLDEN = Path(__file__).parents[2] / "golden"
 
 #: Names of the stages of `faults`, in turn.
 STAGES = ("layouts", "definition", "own precision", "script")
 
 
-def found(name: str) -> dict[str, Any]:
-    """What certify finds of a fault, by the first stage that fails."""
-    outside = OUTSIDE[name]
+@dataclass(frozen=True)
+class FaultSet:
+    """Faults of one author."""
+
+    faults: Mapping[str, OutsideFault | outside_faults.OutsideFault]
+    #: What was found when it was last written.
+    golden: Path
+    #: Faults that were found only after they had been seen.
+    seen: tuple[str, ...] = ()
+    #: Faults that are not found -> why.
+    missed: Mapping[str, str] = field(default_factory=dict)
+
+    def measured(self) -> dict[str, dict[str, Any]]:
+        """What was found when it was last written."""
+        rows: dict[str, dict[str, Any]] = json.loads(self.golden.read_text()) if self.golden.exists() else {}
+        return rows
+
+
+SETS = {
+    "1": FaultSet(
+        outside_faults.OUTSIDE,
+        _GOLDEN / "certify_outside.json",
+        seen=("balance_logged_twice", "norms_in_bf16", "loss_logged_per_microbatch"),
+    ),
+    "2": FaultSet(outside_faults_2.OUTSIDE, _GOLDEN / "certify_outside_2.json"),
+}
+
+
+def found(outside: OutsideFault | outside_faults.OutsideFault) -> dict[str, Any]:
+    """What certify finds of a fault, by the first stage that fails because of it."""
     fault = Fault(outside.patch, outside.launch, (), outside.source, everywhere=outside.in_one_process)
-    row = {
+    row: dict[str, Any] = {
         "what": fault.what,
         "launch": fault.launch,
         "source": fault.source,
@@ -45,28 +72,12 @@ def found(name: str) -> dict[str, Any]:
         # A run that crashes is no fault that ends in silence.
         row["crash"] = failures.pop("training").detail if "training" in failures else row["crash"]
         if failures:
+            alarms = faults.failures(faults.healthy(fault.launch, stage))
+            row |= {"alarms": sorted(alarms)} if alarms else {}
+            failures = {name: one for name, one in failures.items() if name not in alarms}
+        if failures:
             return row | {"stage": stage, "found by": sorted(failures)}
     return row
-
-
-def measured() -> dict[str, dict[str, Any]]:
-    """What was found when it was last written."""
-    rows: dict[str, dict[str, Any]] = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
-    return rows
-
-
-#: Faults that were found only after they had been seen.
-_SEEN = ("balance_logged_twice", "norms_in_bf16", "loss_logged_per_microbatch")
-#: Faults that were not found -> why.
-_MISSED: dict[str, str] = {}
-
-
-def counted() -> str:
-    """The sentence of the page."""
-    rows = measured()
-    found = [name for name, row in rows.items() if row["found by"]]
-    first = [name for name in found if name not in _SEEN]
-    return f"Of {len(rows)} such faults it found {len(first)}, and finds {len(found)} since they are known"
 
 
 #: Public reports that no launch on a CPU reaches -> why.
@@ -101,20 +112,21 @@ def markdown() -> str:
     return "\n".join(lines) + "\n"
 
 
-def main(names: list[str]) -> None:
+def main(words: list[str]) -> None:
     """Run faults, print what is found, and write it."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Megatron prints a great deal on every rank
-    rows = measured()
-    for name in names or OUTSIDE:
+    chosen = SETS[words.pop(0) if words and words[0] in SETS else "2"]
+    rows = chosen.measured()
+    for name in words or chosen.faults:
         begin = time.monotonic()
         try:
-            rows[name] = found(name)
+            rows[name] = found(chosen.faults[name])
         except Exception as problem:  # a defect of the proof
             rows[name] = {"what": name, "error": last_line(problem), "found by": []}
         print(f"{name} {time.monotonic() - begin:.0f} s {rows[name]}", file=out, flush=True)
-        ordered = {one: rows[one] for one in OUTSIDE if one in rows}
-        GOLDEN.write_text(json.dumps(ordered, indent=1) + "\n")
+        ordered = {one: rows[one] for one in chosen.faults if one in rows}
+        chosen.golden.write_text(json.dumps(ordered, indent=1) + "\n")
 
 
 if __name__ == "__main__":
