@@ -92,7 +92,8 @@ LINES: dict[str, tuple[str, ...]] = {
     "train": (
         "", "nano", "nano --tiny --steps 0", "nano --tiny --lr -1", "nano --tiny --output file.txt",
         "nano --tiny --text nope", "nano-4b --steps 3", "nano --tiny --output pipe",
-        "nano --tiny --output /proc/x", "empty.json",
+        "nano --tiny --output /proc/x", "empty.json", "nano --tiny --lr inf", "nano --tiny --lr nan",
+        "nano --tiny --steps 99999999999999999999", "nano --tiny --seq-length 99999999999",
     ),
 }  # fmt: skip
 
