@@ -86,6 +86,9 @@ LINES: dict[str, tuple[str, ...]] = {
         "", "nope nope", "dir pipe", "dir dir --output dir", "dir dir --width 0",
         "dir dir --projection nope --width 2",
     ),
+    "certify": (
+        "nano --tiny --trust-script", "nano --tiny --set A=1",
+    ),
     "doctor": (
         "x", "--step nope", "--step empty.json",
     ),
