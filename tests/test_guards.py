@@ -178,6 +178,8 @@ def test_more_ranks_than_cores_or_memory_are_said(monkeypatch: pytest.MonkeyPatc
     assert cores == "4 ranks share 2 cores: each rank gets 0.50 of a core at most"
     assert memory.startswith("4 ranks need about 3.0 GiB of memory (0.7 GiB each for Megatron itself)")
     assert "2.0 GiB are free" in memory
+    with pytest.raises(ValueError, match="100,000 ranks of a CPU: give a layout of at most 1,024"):
+        machine.machines(100_000, "cpu")
 
 
 def test_a_training_without_a_schedule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -86,13 +86,17 @@ LINES: dict[str, tuple[str, ...]] = {
         "", "nope nope", "dir pipe", "dir dir --output dir", "dir dir --width 0",
         "dir dir --projection nope --width 2",
     ),
+    "certify": (
+        "nano --tiny --trust-script", "nano --tiny --set A=1",
+    ),
     "doctor": (
         "x", "--step nope", "--step empty.json",
     ),
     "train": (
         "", "nano", "nano --tiny --steps 0", "nano --tiny --lr -1", "nano --tiny --output file.txt",
         "nano --tiny --text nope", "nano-4b --steps 3", "nano --tiny --output pipe",
-        "nano --tiny --output /proc/x", "empty.json",
+        "nano --tiny --output /proc/x", "empty.json", "nano --tiny --lr inf", "nano --tiny --lr nan",
+        "nano --tiny --steps 99999999999999999999", "nano --tiny --seq-length 99999999999",
     ),
 }  # fmt: skip
 

@@ -205,7 +205,11 @@ def _layout_on(options: argparse.Namespace, config: Nemotron3Config, gpu: str | 
 
 def chosen_schedule(options: argparse.Namespace) -> dict[str, Any]:
     """Return the schedule's options, None where one was not given: the arguments of `adjusted`."""
-    return {name: getattr(options, name) for name in SCHEDULE}
+    given = {name: getattr(options, name) for name in SCHEDULE}
+    for name, value in given.items():
+        if value is not None and not 0 <= value < 1 << 31:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: give a number from 0 to 2^31 - 1")
+    return given
 
 
 def chosen_emulation(options: argparse.Namespace) -> Emulation | None:

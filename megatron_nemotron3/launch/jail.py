@@ -5,7 +5,7 @@ not in `_ALLOWED` fail. Opening a file for writing returns file descriptor 0, wh
 redirection does not stop the command that has it. Every fork waits for the caller (`_Forks`), who counts
 processes, time and memory, and ends the whole group.
 
-As a script, `python -I -S jail.py RECORD SOCKET TRUSTED BASH ARGUMENTS`, this file becomes that bash.
+As a script, `python -I -S jail.py RECORD SOCKET TRUSTED PATHS BASH ARGUMENTS`, this file becomes that bash.
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ _START = 30
 #: Descriptor of the record: scripts use small ones, and 200 for locks.
 RECORD = 251
 _LIBRARY = "libseccomp.so.2"
+#: Where the linker looks for libraries.
+_PATHS = "LD_LIBRARY_PATH"
+#: Characters of what a Python that does not start says.
+_SAID = 300
 #: Results of a filtered call; the errno is added to the second.
 _PASS, _FAIL, _ASK = 0x7FFF0000, 0x00050000, 0x7FC00000
 _EQUAL, _GREATER, _MASKED = 4, 6, 7
@@ -103,10 +107,12 @@ def run(
         contextlib.closing(_Forks()) as forks,
     ):
         descriptors = [recorded.fileno(), forks.theirs.fileno()]
-        own = [__file__, *map(str, descriptors), str(int(trusted)), bash]
+        # Python may find its library by the caller's variable, which bash does not get.
+        paths = {name: os.environ[name] for name in (_PATHS,) if name in os.environ}
+        own = [__file__, *map(str, descriptors), str(int(trusted)), environment.get(_PATHS, ""), bash]
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", *own, *arguments],
-            env=dict(environment),
+            env={**environment, **paths},
             stdin=subprocess.DEVNULL,
             stdout=printed,
             stderr=printed,
@@ -127,7 +133,8 @@ def run(
         if not forks.begun:
             raise JailError(f"Python did not start within {_START} s")
         if not trusted and forks.filter is None:
-            raise JailError("no filter of system calls arrived (are all descriptors in use?)")
+            said = (folder / "printed").read_text(errors="replace").strip() or "are all descriptors in use?"
+            raise JailError(f"no filter of system calls arrived ({said[:_SAID]})")
     return exceeded
 
 
@@ -295,4 +302,6 @@ if __name__ == "__main__":
     # Above the descriptors that bash and scripts use.
     _caller = socket.socket(fileno=fcntl.fcntl(int(sys.argv[2]), fcntl.F_DUPFD_CLOEXEC, RECORD + 1))
     os.close(int(sys.argv[2]))
-    _become_bash(int(sys.argv[1]), _caller, sys.argv[4], sys.argv[5:], sys.argv[3] == "1")
+    os.environ.pop(_PATHS, None)
+    os.environ |= {_PATHS: sys.argv[4]} if sys.argv[4] else {}
+    _become_bash(int(sys.argv[1]), _caller, sys.argv[5], sys.argv[6:], sys.argv[3] == "1")

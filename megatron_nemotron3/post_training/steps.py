@@ -13,10 +13,10 @@ from megatron_nemotron3.models import Nemotron3Config
 
 
 def require_positive(options: object, *names: str) -> None:
-    """Raise ValueError for an option that is given and not above 0."""
+    """Raise ValueError for an option that is given and not above 0, or not below 2^31."""
     for name in names:
-        if (value := getattr(options, name)) is not None and not value > 0:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: give more than 0")
+        if (value := getattr(options, name)) is not None and not 0 < value < 1 << 31:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: give more than 0, and less than 2^31")
 
 
 def require_schedule(options: object, config: Nemotron3Config) -> None:

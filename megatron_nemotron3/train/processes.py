@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     import psutil
 
 ENTRY = Path(__file__).parent / "pretrain_script.py"
+#: Ranks on a CPU, of which each needs 0.7 GiB.
+_MOST = 1024
 #: Seconds between two checks for an interrupt.
 INTERVAL = 0.2
 #: Seconds from the request to end until processes are killed.
@@ -60,9 +62,13 @@ def machines(ranks: int, device: str) -> int:
     """Number of machines like this one, with a GPU for each rank.
 
     Raises:
-        ValueError: no number of them has as many GPUs as there are ranks.
+        ValueError: no number of them has as many GPUs as there are ranks, or there are too many for a CPU.
     """
     if device == "cpu":
+        if ranks > _MOST:
+            raise ValueError(
+                f"{ranks:,} ranks of a CPU: give a layout of at most {_MOST:,}, each is a process"
+            )
         return 1
     import torch
 

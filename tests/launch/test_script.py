@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -547,6 +548,29 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert not running(tmp_path)
+
+
+@pytest.mark.parametrize("given", ["", "/script"])
+def test_the_library_path_of_python_is_not_that_of_the_script(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Python of environment modules finds its libpython there; without it, it says so and no more."""
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/libraries/of/python")
+    program = tmp_path / "python"
+    program.write_text(
+        f'#!/bin/bash\n[ "$LD_LIBRARY_PATH" = /libraries/of/python ] || {{ echo no libpython; exit 1; }}\n'
+        f'exec {sys.executable} "$@"\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    environment = {"LD_LIBRARY_PATH": given} if given else {}
+    file = tmp_path / "launch.sh"
+    file.write_text("echo ${LD_LIBRARY_PATH-none}")
+    assert jail.run([str(file)], environment, tmp_path) == ""
+    assert (tmp_path / "printed").read_text().strip() == (given or "none")
+    monkeypatch.delenv("LD_LIBRARY_PATH")
+    with pytest.raises(jail.JailError, match=r"no filter of system calls arrived \(no libpython\)"):
+        jail.run([str(file)], {}, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -378,6 +378,13 @@ def test_wrong_words(words: list[str], message: str, tmp_path: Path, capsys: Cap
     assert message in capsys.readouterr().err and not (tmp_path / "tuned").exists()
 
 
+def test_a_file_that_is_given_twice(tmp_path: Path, capsys: Capture) -> None:
+    words, file = inputs(tmp_path), tmp_path / "chats.jsonl"
+    (tmp_path / "link.jsonl").symlink_to(file)
+    assert cli.main([*words, "--held-out", str(file), str(tmp_path / "link.jsonl")]) == 2
+    assert "link.jsonl is given twice: give it once" in capsys.readouterr().err
+
+
 def test_a_wrong_mean_ends_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:

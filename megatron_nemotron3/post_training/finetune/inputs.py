@@ -312,7 +312,9 @@ def _lines(paths: Sequence[Path], form: str) -> dict[str, bytes]:
     """Place -> row of the files as a line, with its end; the form is checked."""
     lines: dict[str, bytes] = {}
     length = 0
-    for path in paths:
+    for number, path in enumerate(paths):
+        if path.resolve() in [other.resolve() for other in paths[:number]]:
+            raise ValueError(f"{path} is given twice: give it once")
         before = len(lines)
         for place, _, line in read_rows(path):
             list(parse_line(line, place, form=form))

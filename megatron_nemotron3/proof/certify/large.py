@@ -271,8 +271,9 @@ def read(options: argparse.Namespace, command: argparse.ArgumentParser) -> Launc
 
 
 def _named(options: argparse.Namespace) -> LaunchRequest:
-    if options.set:
-        raise ValueError(f"--set {options.set[0]} sets a variable of a script, and none is given")
+    if options.set or options.trust_script:
+        what = f"--set {options.set[0]}" if options.set else "--trust-script"
+        raise ValueError(f"{what} is about a script, and none is given")
     launch = chosen_launch(options)
     world = launch.layout.world_size
     if options.gpus not in (None, world):
