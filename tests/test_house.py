@@ -36,7 +36,7 @@ ROOMS = {
     "inference": 5840,
     "post_training": 5855,
     "run": 360,
-    "proof": 9645,
+    "proof": 10068,
     "bridge": 340,
     "cli": 1310,
 }
