@@ -64,7 +64,7 @@ _BLENDS = {"--train-data-path", "--per-split-data-args-path", "--data-args-path"
 _OF_FSDP = "fsdp_dtensor"
 _FSDP = "--use-megatron-fsdp"
 _STOCK_ONLY = {"--hybrid-context-parallel"}
-#: One batch after each step. A run that goes on from a checkpoint asks for as many: fewer are consumed already.
+#: One batch after each step. A resumed run asks for as many, because fewer are consumed already.
 _EVALUATING = ("--eval-iters", "1")
 MONITORS = "monitors of the first step"
 #: What a run that fails raises.
