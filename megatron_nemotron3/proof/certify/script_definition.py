@@ -108,6 +108,8 @@ def defined(
         before = run.seen[number, observer.WEIGHTS]
         distances += chosen(by.routings, step.choices)
         evaluation = [c for c in calls if c["step"] == number and not c["training"]]
+        # After the end of training Megatron evaluates on the next batches, too.
+        evaluation = evaluation[: args.global_batch_size // args.micro_batch_size]
         if evaluation and number in run.curve.validation:
             step = _Calls(evaluation)
             by = define(case, objective, before, step.batch, step.choices, step.rows)
@@ -267,13 +269,18 @@ class BatchWatch:
     def _after(self, *_: object) -> None:
         assert self._watch is not None
         self._calls[-1]["choices"] = self._watch.take(1)[0]
+        if not self._calls[-1]["training"]:
+            self._write()
 
     def write(self) -> None:
         """Write what was seen up to the step that the optimizer is about to make."""
+        self._step += 1
+        self._write()
+
+    def _write(self) -> None:
         from megatron.training import get_args
 
         plain = (bool, int, float, str, list, tuple, type(None))
         args = {name: value for name, value in vars(get_args()).items() if isinstance(value, plain)}
-        self._step += 1
         with atomic(self._file) as part:
             torch.save({"args": args, "batches": self._calls}, part)

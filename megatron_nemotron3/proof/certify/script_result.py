@@ -110,5 +110,5 @@ def logged(pattern: str, ran: ScriptResult) -> Tensors:
 
 
 def evaluated(ran: ScriptResult) -> Tensors:
-    """Return the validation loss after the first step."""
-    return {"validation loss, step 1": torch.tensor(ran.curve.validation[1], dtype=torch.float64)}
+    """Return the validation loss after the second step."""
+    return {"validation loss, step 2": torch.tensor(ran.curve.validation[2], dtype=torch.float64)}

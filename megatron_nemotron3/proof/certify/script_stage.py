@@ -64,7 +64,7 @@ _BLENDS = {"--train-data-path", "--per-split-data-args-path", "--data-args-path"
 _OF_FSDP = "fsdp_dtensor"
 _FSDP = "--use-megatron-fsdp"
 _STOCK_ONLY = {"--hybrid-context-parallel"}
-#: One batch after each step. A resumed run asks for as many, because fewer are consumed already.
+#: One batch after the second step, which follows the checkpoint of the first.
 _EVALUATING = ("--eval-iters", "1")
 MONITORS = "monitors of the first step"
 #: What a run that fails raises.
@@ -114,7 +114,7 @@ class ScriptRuns:
         self.options = (
             *data,
             *("--data-cache-path", str(self.folder / "cache")),
-            *("--eval-iters", "0", "--eval-interval", "1", "--log-interval", "1"),
+            *("--eval-iters", "0", "--eval-interval", "2", "--log-interval", "1"),
             *schedule_of({name: flag.values for name, flag in self.given.items()}),
         )
 
@@ -218,7 +218,7 @@ def _script(scripts: ScriptRuns, seed: int) -> Iterator[Finding]:
         return
     yield from run_findings(compared, scripts.bases[0], killed, where)
     yield from checkpoint_findings(scripts, killed, where)
-    yield from resume_findings(scripts, first, killed, where, *_EVALUATING)
+    yield from resume_findings(scripts, first, killed, where)
     for other in _others(bench.proxy.sizes, bench.proxy.case.sequences):
         yield from other_layout_findings(scripts, compared, other, scripts.bases[0], killed)
 
@@ -352,8 +352,7 @@ def other_layout_findings(
     optimizer = not reason
     if reason:
         yield untested("optimizer state loaded", reason, where)
-    options = (*scripts.loading, *_EVALUATING)
-    options += () if optimizer else ("--no-load-optim", "--no-load-rng")
+    options = (*scripts.loading, *(() if optimizer else ("--no-load-optim", "--no-load-rng")))
     name = "elsewhere" if other else "elsewhere-one"
     try:
         found = scripts.run(name, other, *options)
