@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.common.files import atomic
+from megatron_nemotron3.launch.continued import Schedule
 from megatron_nemotron3.models.definition import shifted
 from megatron_nemotron3.proof.certify import observer
 from megatron_nemotron3.proof.certify.bench import Finding, failed, passed
@@ -167,35 +168,22 @@ def _bias(objective: Objective, key: str, bias: Tensor, choices: Mapping[str, Se
 
 
 def rate_of(args: Any, samples: int, most: float, least: float) -> float:
-    """The learning rate after so many samples, by the shapes that Megatron documents."""
-    warm, decay = _samples(args, "warmup"), (args.lr_decay_iters or args.train_iters) * args.global_batch_size
-    if warm and samples <= warm:
-        return float(args.lr_warmup_init + (most - args.lr_warmup_init) * samples / warm)
-    style = args.lr_decay_style
-    if style == "constant" or samples > decay:
-        return most if style == "constant" else least
-    if style == "inverse-square-root":
-        return max(least, most * math.sqrt(max(warm, 1) / max(samples, 1)))
-    done = (samples - warm) / (decay - warm)
-    if style == "WSD":
-        last = args.lr_wsd_decay_iters * args.global_batch_size
-        done, style = max(0.0, (samples - decay + last) / last), args.lr_wsd_decay_style
-    shapes = {
-        "linear": 1 - done,
-        "cosine": (1 + math.cos(math.pi * done)) / 2,
-        "exponential": 2 * 0.5**done - 1,
-        "minus_sqrt": 1 - math.sqrt(done),
-    }
-    return least + (most - least) * shapes[style]
-
-
-def _samples(args: Any, what: str) -> float:
-    fraction = getattr(args, f"lr_{what}_fraction")
-    return (
-        float(fraction * (args.lr_decay_iters or args.train_iters) * args.global_batch_size)
-        if fraction
-        else 0.0
+    """The learning rate after so many samples, with Megatron's arguments for a run by iterations."""
+    batch, length = args.global_batch_size, args.lr_decay_iters or args.train_iters
+    schedule = Schedule(
+        unit="iters",
+        train=args.train_iters,
+        batch=batch,
+        lr=most,
+        min_lr=least,
+        init=args.lr_warmup_init,
+        warmup=(args.lr_warmup_fraction or 0) * length * batch,
+        decay_end=length * batch,
+        wsd_decay=args.lr_wsd_decay_iters and args.lr_wsd_decay_iters * batch,
+        style=args.lr_decay_style,
+        wsd_style=args.lr_wsd_decay_style,
     )
+    return schedule.rate(samples)
 
 
 def _edge_rate(args: Any, samples: int, rate: float) -> float:
@@ -247,10 +235,9 @@ class BatchWatch:
         packed = named.get("packed_seq_params")
         documents = [tokens.shape[1]]
         if packed is not None:
-            borders = (
-                packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
-            )
-            ends = [0, *(int(n) for n in borders.flatten()), tokens.shape[1]]
+            from megatron_nemotron3.layers.context_parallel import cu_seqlens
+
+            ends = [0, *cu_seqlens(packed).flatten().tolist(), tokens.shape[1]]
             documents = [b - a for a, b in zip(ends, ends[1:], strict=False) if b > a]
         call = {
             "tokens": tokens,

@@ -22,7 +22,6 @@ from unittest import mock
 from megatron_nemotron3.proof.certify.bench import last_line
 from tests.proof.certify import faults, outside_faults, outside_faults_2
 from tests.proof.certify.catalogue import Fault
-from tests.proof.certify.outside_faults_2b import OutsideFault
 
 PAGE = Path(__file__).parents[3] / "docs" / "certify.md"
 _GOLDEN = Path(__file__).parents[2] / "golden"
@@ -35,7 +34,7 @@ STAGES = ("layouts", "definition", "own precision", "script")
 class FaultSet:
     """Faults of one author."""
 
-    faults: Mapping[str, OutsideFault | outside_faults.OutsideFault]
+    faults: Mapping[str, outside_faults.OutsideFault]
     #: What was found when it was last written.
     golden: Path
     #: Faults that were found only after they had been seen.

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.proof.certify.patching import arguments, in_place_of, result, then, wrap
+from tests.proof.certify.patching import arguments, attribute, in_place_of, result, then, wrap
 
 FINALIZE = "megatron.core.distributed.finalize_model_grads"
 
@@ -39,48 +39,42 @@ def _on_last() -> bool:
     return dist.is_initialized() and 1 < dist.get_world_size() == dist.get_rank() + 1
 
 
-def _get(path: str) -> Any:
-    """An attribute of a module: "package.module.Name"."""
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
-
-
 def _rounded(t: Tensor) -> Tensor:
     return t.bfloat16().to(t.dtype)
 
 
 def _ddp() -> Any:
-    return _get("megatron.core.distributed.distributed_data_parallel.DistributedDataParallel")
+    return attribute("megatron.core.distributed.distributed_data_parallel.DistributedDataParallel")
 
 
 def _distributed_optimizer() -> Any:
-    return _get("megatron.core.optimizer.distrib_optimizer.DistributedOptimizer")
+    return attribute("megatron.core.optimizer.distrib_optimizer.DistributedOptimizer")
 
 
 def _wrap_model(make: Callable[[Any], Any]) -> None:
     """Replace the model's forward, whose signature hooks read."""
-    model = _get("megatron.core.models.hybrid.hybrid_model.HybridModel")
+    model = attribute("megatron.core.models.hybrid.hybrid_model.HybridModel")
     wrap(model, "forward", lambda forward: functools.wraps(forward)(make(forward)))
 
 
 def _scheduler() -> Any:
-    return _get("megatron.core.optimizer_param_scheduler.OptimizerParamScheduler")
+    return attribute("megatron.core.optimizer_param_scheduler.OptimizerParamScheduler")
 
 
 def _top_k_router() -> Any:
-    return _get("megatron.core.transformer.moe.router.TopKRouter")
+    return attribute("megatron.core.transformer.moe.router.TopKRouter")
 
 
 def _counting_router() -> Any:
-    return _get("megatron_nemotron3.layers.latent_moe.CountingRouter")
+    return attribute("megatron_nemotron3.layers.latent_moe.CountingRouter")
 
 
 def _mtp_layer() -> Any:
-    return _get("megatron_nemotron3.layers.mtp.MTPLayer")
+    return attribute("megatron_nemotron3.layers.mtp.MTPLayer")
 
 
 def _mixer() -> Any:
-    return _get("megatron_nemotron3.layers.mamba.Mamba2Mixer")
+    return attribute("megatron_nemotron3.layers.mamba.Mamba2Mixer")
 
 
 # Gradients
@@ -98,7 +92,7 @@ def norm_without_experts() -> None:
 
         return some
 
-    wrap(_get("megatron.core.optimizer.optimizer.MegatronOptimizer"), "_filter_grads_for_norm", make)
+    wrap(attribute("megatron.core.optimizer.optimizer.MegatronOptimizer"), "_filter_grads_for_norm", make)
 
 
 def clipped_by_own_norm() -> None:
@@ -152,7 +146,9 @@ def instances_over_wrong_group() -> None:
 def gradients_reduced_in_bf16() -> None:
     """Gradients are added up and reduced in BF16, although the launch keeps them in FP32."""
 
-    owner = _get("megatron.core.distributed.distributed_data_parallel_config.DistributedDataParallelConfig")
+    owner = attribute(
+        "megatron.core.distributed.distributed_data_parallel_config.DistributedDataParallelConfig"
+    )
     then(owner, "__post_init__", lambda config: setattr(config, "grad_reduce_in_fp32", False))
 
 
@@ -248,7 +244,7 @@ def expert_bias_in_bf16() -> None:
 
 def router_in_bf16() -> None:
     """The routers' logits are rounded to BF16, although the launch has FP32 routers."""
-    result(_get("megatron.core.transformer.moe.router.Router"), "gating", _rounded)
+    result(attribute("megatron.core.transformer.moe.router.Router"), "gating", _rounded)
 
 
 def router_learns_balance_only() -> None:
@@ -260,7 +256,7 @@ def router_learns_balance_only() -> None:
 
         return cut
 
-    dispatcher = _get("megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher")
+    dispatcher = attribute("megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher")
     wrap(dispatcher, "token_dispatch", make)
 
 
@@ -290,7 +286,7 @@ def last_rank_rounds_experts_inputs() -> None:
 
         return rounding
 
-    wrap(_get("megatron_nemotron3.layers.experts.GroupedExperts"), "forward", make)
+    wrap(attribute("megatron_nemotron3.layers.experts.GroupedExperts"), "forward", make)
 
 
 # Tensor and pipeline parallelism
@@ -326,7 +322,7 @@ def stages_send_bf16() -> None:
 
         return rounding
 
-    wrap(_get("megatron.core.pipeline_parallel.p2p_communication.P2PCommunicator"), "_communicate", make)
+    wrap(attribute("megatron.core.pipeline_parallel.p2p_communication.P2PCommunicator"), "_communicate", make)
 
 
 # Context parallelism and packed documents
@@ -356,7 +352,7 @@ def last_rank_takes_first_heads_steps() -> None:
     def make(get: Any) -> Any:
         return lambda cp: cp.dt_bias_cp1[: cp.nheads_local_tpcp] if _on_last() else get(cp)
 
-    owner = _get("megatron.core.ssm.mamba_context_parallel.MambaContextParallel")
+    owner = attribute("megatron.core.ssm.mamba_context_parallel.MambaContextParallel")
     wrap(owner, "get_dt_bias", make)
 
 
@@ -365,7 +361,7 @@ def last_rank_takes_first_heads_steps() -> None:
 
 def mtp_weighted_by_own_tokens() -> None:
     """MTP's loss is divided by the tokens of each context-parallel rank, not by those of the sequence."""
-    in_place_of(_get("megatron_nemotron3.layers.mtp.LossHooks"), "install", lambda model: None)
+    in_place_of(attribute("megatron_nemotron3.layers.mtp.LossHooks"), "install", lambda model: None)
 
 
 def _unpadded_borders(of_embeddings: bool) -> None:
@@ -378,7 +374,7 @@ def _unpadded_borders(of_embeddings: bool) -> None:
 
         return unpadded
 
-    wrap(_get("megatron_nemotron3.layers.mtp.PhysicalBorders"), "of", make)
+    wrap(attribute("megatron_nemotron3.layers.mtp.PhysicalBorders"), "of", make)
 
 
 def mtp_loss_at_unpadded_borders() -> None:
@@ -524,7 +520,7 @@ def adam_counts_from_zero() -> None:
         for state in optimizer.optimizer.state.values():
             state["step"] = torch.zeros_like(torch.as_tensor(state["step"]))
 
-    then(_get("megatron.core.optimizer.optimizer.FP32Optimizer"), "load_state_dict", forget)
+    then(attribute("megatron.core.optimizer.optimizer.FP32Optimizer"), "load_state_dict", forget)
 
 
 def expert_biases_resume_from_zero() -> None:

@@ -9,17 +9,12 @@ from unittest import mock
 
 import torch
 
-from tests.proof.certify.outside_faults_2b import OUTSIDE_B, OutsideFault
-from tests.proof.certify.patching import in_place_of, then, wrap
+from tests.proof.certify.outside_faults import OutsideFault
+from tests.proof.certify.outside_faults_2b import OUTSIDE_B
+from tests.proof.certify.patching import attribute, in_place_of, then, wrap
 
 FINALIZE = "megatron.core.distributed.finalize_model_grads"
 TRAINING = "megatron.training.training"
-
-
-def _class(path: str) -> Any:
-    """The class that an import path names."""
-    module, name = path.rsplit(".", 1)
-    return getattr(importlib.import_module(module), name)
 
 
 def _finalizing(make: Callable[[Any], Any]) -> None:
@@ -34,7 +29,7 @@ def router_gradient_of_own_tokens() -> None:
     def unmark(router: Any) -> None:
         router.weight.sequence_parallel = False
 
-    then(_class("megatron.core.transformer.moe.router.Router"), "reset_parameters", unmark)
+    then(attribute("megatron.core.transformer.moe.router.Router"), "reset_parameters", unmark)
 
 
 def gradients_divided_by_own_tokens() -> None:
@@ -81,7 +76,7 @@ def later_chunks_not_normalized() -> None:
 
         return scale_gradients
 
-    wrap(_class("megatron.core.distributed.DistributedDataParallel"), "scale_gradients", make)
+    wrap(attribute("megatron.core.distributed.DistributedDataParallel"), "scale_gradients", make)
 
 
 def latent_gradient_averaged() -> None:
@@ -90,7 +85,7 @@ def latent_gradient_averaged() -> None:
     def mark(linear: Any) -> None:
         linear.weight.average_gradients_across_tp_domain = True
 
-    then(_class("megatron_nemotron3.layers.linear.DuplicatedLinear"), "__init__", mark)
+    then(attribute("megatron_nemotron3.layers.linear.DuplicatedLinear"), "__init__", mark)
 
 
 def expert_gradients_too_large() -> None:
@@ -103,7 +98,7 @@ def expert_gradients_too_large() -> None:
             for bucket in group.buckets:
                 bucket.gradient_scaling_factor *= parallel_state.get_expert_model_parallel_world_size()
 
-    then(_class("megatron.core.distributed.DistributedDataParallel"), "__init__", enlarge)
+    then(attribute("megatron.core.distributed.DistributedDataParallel"), "__init__", enlarge)
 
 
 def experts_counted_by_dense_ranks() -> None:
@@ -131,7 +126,7 @@ def norm_of_own_shard() -> None:
         return parallel_state.get_model_parallel_group()
 
     in_place_of(
-        _class("megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"),
+        attribute("megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"),
         "get_grad_stats_parallel_group",
         own_group,
     )
@@ -149,25 +144,25 @@ def instances_reduced_in_wrong_group() -> None:
 
         return start_grad_sync
 
-    owner = _class("megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup")
+    owner = attribute("megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup")
     wrap(owner, "start_grad_sync", make)
 
 
 def masters_rounded_each_step() -> None:
     """After each step the FP32 master weights are read back from the BF16 weights."""
-    owner = _class("megatron.core.optimizer.optimizer.Float16OptimizerWithFloat16Params")
+    owner = attribute("megatron.core.optimizer.optimizer.Float16OptimizerWithFloat16Params")
     then(owner, "_copy_main_params_to_model_params", lambda self: self._copy_model_params_to_main_params())
 
 
 def gradients_rounded_to_bf16() -> None:
     """The reduced gradients, divided by the tokens, are rounded to BF16 before the optimizer reads them."""
-    owner = _class("megatron.core.distributed.param_and_grad_buffer._ParamAndGradBuffer")
+    owner = attribute("megatron.core.distributed.param_and_grad_buffer._ParamAndGradBuffer")
     then(owner, "scale_gradients", lambda buffer: buffer.grad_data.copy_(buffer.grad_data.bfloat16()))
 
 
 def expert_bias_in_bf16() -> None:
     """The experts' bias and token counts stay in the BF16 to which the model was cast."""
-    owner = _class("megatron_nemotron3.layers.latent_moe.CountingRouter")
+    owner = attribute("megatron_nemotron3.layers.latent_moe.CountingRouter")
     in_place_of(owner, "_maintain_float32_expert_bias", lambda _self: None)
 
 
@@ -182,7 +177,7 @@ def router_in_bf16() -> None:
 
 def schedule_counted_twice_on_resume() -> None:
     """A resumed run advances the learning-rate schedule by the samples so far, as the load has done."""
-    owner = _class("megatron.core.optimizer_param_scheduler.OptimizerParamScheduler")
+    owner = attribute("megatron.core.optimizer_param_scheduler.OptimizerParamScheduler")
     then(owner, "load_state_dict", lambda schedule: schedule.step(increment=schedule.num_steps))
 
 
@@ -194,7 +189,7 @@ def weight_decay_of_vectors() -> None:
 
 def expert_bias_not_saved() -> None:
     """The experts' bias is no part of the state dict, so a resumed run begins with zeros."""
-    owner = _class("megatron.core.transformer.moe.router.TopKRouter")
+    owner = attribute("megatron.core.transformer.moe.router.TopKRouter")
     then(owner, "__init__", lambda router: router._non_persistent_buffers_set.add("expert_bias"))
 
 
@@ -208,7 +203,7 @@ def moments_not_loaded() -> None:
 
         return set_states
 
-    owner = _class("megatron.core.optimizer.distrib_optimizer.DistributedOptimizer")
+    owner = attribute("megatron.core.optimizer.distrib_optimizer.DistributedOptimizer")
     wrap(owner, "_set_main_param_and_optimizer_states", make)
 
 
@@ -251,7 +246,7 @@ def mtp_losses_logged_as_sum() -> None:
 
         return save
 
-    owner = _class("megatron.core.transformer.multi_token_prediction.MTPLossLoggingHelper")
+    owner = attribute("megatron.core.transformer.multi_token_prediction.MTPLossLoggingHelper")
     wrap(owner, "save_metrics_to_tracker", make)
 
 
@@ -265,7 +260,7 @@ def balance_logged_twice() -> None:
 
         return record
 
-    wrap(_class("megatron.core.transformer.moe.moe_logging.MoEMetricsTracker"), "record", make)
+    wrap(attribute("megatron.core.transformer.moe.moe_logging.MoEMetricsTracker"), "record", make)
 
 
 OUTSIDE: dict[str, OutsideFault] = {

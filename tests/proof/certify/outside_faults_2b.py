@@ -2,39 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tests.proof.certify.patching import arguments, in_place_of, result, then, wrap
+from tests.proof.certify.outside_faults import OutsideFault
+from tests.proof.certify.patching import arguments, attribute, in_place_of, result, then, wrap
 
 MTP = "megatron.core.transformer.multi_token_prediction"
 MAMBA = "megatron_nemotron3.layers.mamba"
 ATTENTION = "megatron_nemotron3.layers.attention"
 ROUTER = "megatron.core.transformer.moe.router"
 MOE = "megatron_nemotron3.layers.latent_moe"
-
-
-@dataclass(frozen=True)
-class OutsideFault:
-    """A fault; the docstring of `patch` says in one sentence what is wrong."""
-
-    patch: Callable[[], None]
-    #: The name of a launch in which it has an effect.
-    launch: str
-    #: "owner/repository#number" of a public report, or "seeded".
-    source: str = "seeded"
-    #: Whether the fault is there with one process, too.
-    in_one_process: bool = False
-
-
-def _class(path: str) -> Any:
-    """The class that an import path names."""
-    module, name = path.rsplit(".", 1)
-    return getattr(importlib.import_module(module), name)
 
 
 def mtp_tokens_counted_before_shift() -> None:
@@ -90,7 +69,7 @@ def gated_norm_groups_cut_twice() -> None:
     def cut(norm: Any) -> None:
         norm.group_size //= norm.tp_group.size()
 
-    then(_class("megatron_nemotron3.layers.norm.GatedGroupRMSNorm"), "__init__", cut)
+    then(attribute("megatron_nemotron3.layers.norm.GatedGroupRMSNorm"), "__init__", cut)
 
 
 def gathered_gradient_not_summed() -> None:
@@ -148,8 +127,8 @@ def expert_bias_by_own_tokens() -> None:
 
 def balance_weighted_by_all_tokens() -> None:
     """With padding the load-balancing loss is weighted by the tokens of all ranks, once for each rank."""
-    upstream = _class(f"{ROUTER}.TopKRouter").attach_and_log_load_balancing_loss
-    in_place_of(_class(f"{MOE}.CountingRouter"), "attach_and_log_load_balancing_loss", upstream)
+    upstream = attribute(f"{ROUTER}.TopKRouter").attach_and_log_load_balancing_loss
+    in_place_of(attribute(f"{MOE}.CountingRouter"), "attach_and_log_load_balancing_loss", upstream)
 
 
 def balance_loss_not_attached() -> None:
@@ -162,7 +141,7 @@ def balance_loss_not_attached() -> None:
 
         return attach
 
-    wrap(_class(f"{ROUTER}.TopKRouter"), "attach_and_log_load_balancing_loss", make)
+    wrap(attribute(f"{ROUTER}.TopKRouter"), "attach_and_log_load_balancing_loss", make)
 
 
 def tokens_gradient_in_wrong_order() -> None:
@@ -172,7 +151,7 @@ def tokens_gradient_in_wrong_order() -> None:
         ctx.save_for_backward(order)
         return x.index_select(0, order)
 
-    in_place_of(_class(f"{MOE}.Reordered"), "forward", forward)
+    in_place_of(attribute(f"{MOE}.Reordered"), "forward", forward)
 
 
 def router_without_gradient_of_experts() -> None:
@@ -184,7 +163,7 @@ def router_without_gradient_of_experts() -> None:
 
         return dispatch
 
-    owner = _class("megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher")
+    owner = attribute("megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher")
     wrap(owner, "token_dispatch", make)
 
 
@@ -201,7 +180,7 @@ def latent_weights_differ_between_ranks() -> None:
 
         return init
 
-    wrap(_class("megatron_nemotron3.layers.linear.DuplicatedLinear"), "__init__", make)
+    wrap(attribute("megatron_nemotron3.layers.linear.DuplicatedLinear"), "__init__", make)
 
 
 def shared_expert_input_detached() -> None:
@@ -210,7 +189,7 @@ def shared_expert_input_detached() -> None:
     def make(original: Any) -> Any:
         return lambda self, hidden_states: original(self, hidden_states.detach())
 
-    wrap(_class(f"{MOE}.LatentMoELayer"), "shared_experts_compute", make)
+    wrap(attribute(f"{MOE}.LatentMoELayer"), "shared_experts_compute", make)
 
 
 def step_bias_without_inverse() -> None:
@@ -219,7 +198,7 @@ def step_bias_without_inverse() -> None:
     def overwrite(mixer: Any) -> None:
         mixer.dt_bias.data = torch.nn.functional.softplus(mixer.dt_bias.data)
 
-    then(_class(f"{MAMBA}.Mamba2Mixer"), "_new_own_parameters", overwrite)
+    then(attribute(f"{MAMBA}.Mamba2Mixer"), "_new_own_parameters", overwrite)
 
 
 OUTSIDE_B: dict[str, OutsideFault] = {

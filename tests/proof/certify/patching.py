@@ -8,6 +8,12 @@ from typing import Any
 from unittest import mock
 
 
+def attribute(path: str) -> Any:
+    """An attribute of a module: "package.module.Name"."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
 def wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     """Replace an attribute with what `make` returns for it.
 
