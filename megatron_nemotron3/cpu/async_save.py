@@ -8,6 +8,7 @@ step would change what is being written.
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -47,7 +48,7 @@ def forked_results() -> Iterator[None]:
     Megatron spawns it, which imports torch and Megatron once more: four seconds for each rank that saves. A
     rank that others wait for by the end of a pipe must do without: a forked process keeps the pipe open.
     """
-    make = importlib.import_module(f"{_STRATEGIES}.filesystem_async").get_write_results_queue
+    make = inspect.unwrap(importlib.import_module(f"{_STRATEGIES}.filesystem_async").get_write_results_queue)
     before = make.__defaults__
     make.__defaults__ = ("fork",)
     try:

@@ -7,8 +7,9 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,6 +19,7 @@ from megatron.core import parallel_state
 
 from megatron_nemotron3 import cpu
 from megatron_nemotron3.cpu import megatron, products, torch_names
+from megatron_nemotron3.cpu.async_save import forked_results
 from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.models import get
 from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
@@ -327,3 +329,20 @@ def test_what_tells_nothing_on_a_cpu_is_not_said(tmp_path: Path) -> None:
     words = [sys.executable, "-c", program]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "arning" not in done.stderr and "CUDA" not in done.stderr, done.stderr
+
+
+def test_the_queue_of_saves_is_forked_inside_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    modes: list[str] = []
+
+    def context(mode: str) -> SimpleNamespace:
+        modes.append(mode)
+        return SimpleNamespace(Manager=lambda: SimpleNamespace(Queue=object))
+
+    monkeypatch.setattr(filesystem_async.mp, "get_context", context)
+    for inside in (forked_results(), nullcontext()):
+        monkeypatch.setattr(filesystem_async, "_results_queue", None)
+        with inside:
+            filesystem_async.get_write_results_queue()
+    assert modes == ["fork", "spawn"]
