@@ -167,22 +167,35 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def bulk_work() -> Iterator[None]:
-    """Work through many tensors in a stream: without the garbage collector, and in one thread of torch.
+def one_thread() -> Iterator[None]:
+    """Compute in one thread of torch, where it is imported.
 
-    The collector would walk again and again through objects that are many and stay. Threads wait for each
-    other after every short operation, which costs more than they save.
+    Threads wait for each other after every short operation, which costs more than they save, and far more
+    where other processes compute, too.
     """
-    collected, torch = gc.isenabled(), sys.modules.get("torch")
-    threads = torch.get_num_threads() if torch is not None else 0
-    gc.disable()
-    if torch is not None:
-        torch.set_num_threads(1)
+    if (torch := sys.modules.get("torch")) is None:
+        yield
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     try:
         yield
     finally:
-        if torch is not None:
-            torch.set_num_threads(threads)
+        torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
+def bulk_work() -> Iterator[None]:
+    """Work through many tensors in a stream: without the garbage collector, and in one thread of torch.
+
+    The collector would walk again and again through objects that are many and stay.
+    """
+    collected = gc.isenabled()
+    gc.disable()
+    try:
+        with one_thread():
+            yield
+    finally:
         if collected:
             gc.enable()
 

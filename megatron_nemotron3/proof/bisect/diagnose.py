@@ -14,6 +14,7 @@ Differences are compared by quantiles, in units of what `DRAWS` runs with random
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_nemotron3.common.processes import one_thread
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.proof.bisect.causes import LAYERS, Cause
 from megatron_nemotron3.proof.bisect.chains import chains
@@ -86,14 +88,9 @@ class Investigation:
         return old
 
     def compare(self, trainer: Recording, engine: Recording) -> Diagnosis:
-        threads = torch.get_num_threads()
-        if self.model.config.hidden_size < _ONE_THREAD:
-            torch.set_num_threads(1)
-        try:
+        with one_thread() if self.model.config.hidden_size < _ONE_THREAD else nullcontext():
             self.hypotheses(engine).prepare(engine.dtype, trainer.dtype)
             sides = [self.side("engine", engine), self.side("trainer", trainer)]
-        finally:
-            torch.set_num_threads(threads)
         return Diagnosis(sides[1], sides[0], self.model.config.pattern)
 
     def side(self, name: str, recording: Recording) -> Side:

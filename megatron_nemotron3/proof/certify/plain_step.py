@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_nemotron3.checkpoints.convert import inventory
 from megatron_nemotron3.checkpoints.convert.plan import apply
+from megatron_nemotron3.common.processes import one_thread
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.definition import Definition, Forward, Routing, shifted
 from megatron_nemotron3.proof.certify.case import TrainingCase
@@ -81,6 +82,7 @@ class DefinedStep:
     routers: dict[str, dict[str, float]]
 
 
+@one_thread()
 def define(
     case: TrainingCase,
     objective: Objective,

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 from megatron_nemotron3.boundary.feed import describe_ids
 from megatron_nemotron3.boundary.partition import sample_shares
 from megatron_nemotron3.common.files import open_outside
+from megatron_nemotron3.common.processes import one_thread
 from megatron_nemotron3.models.omni import OmniConfig
 from megatron_nemotron3.train.data.conversations import READING, Conversation, parse_line
 from megatron_nemotron3.train.data.packing import PackedConversations, PackedRow, epoch_order, pack_arguments
@@ -216,16 +217,13 @@ class Microbatches(Dataset[Any]):
             )
         self.special = source.config.special_ids()
 
+    @one_thread()  # sums depend on the number of threads
     def __getitem__(self, number: int) -> Batch | Exception:
         # An exception is returned, because a worker would raise it with its own traceback.
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # sums depend on the number of threads
         try:
             return self._batch(number)
         except (OSError, ValueError) as problem:
             return problem
-        finally:
-            torch.set_num_threads(threads)
 
     def _batch(self, number: int) -> Batch:
         begin = number * self.samples
