@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,12 +29,11 @@ from megatron_nemotron3.proof.certify.compare import (
     numbers,
     spread,
     verdict,
-    weights,
 )
 from megatron_nemotron3.proof.certify.plain_step import AdamW, Objective, define, moved_bias, norm_of
-from megatron_nemotron3.proof.certify.ranks import run_distributed
-from megatron_nemotron3.proof.certify.tensors import Tensors, gather, load
-from megatron_nemotron3.proof.certify.world import TrainingRun, global_batch, mtp_losses
+from megatron_nemotron3.proof.certify.ranks import run_each
+from megatron_nemotron3.proof.certify.tensors import Tensors, gather, load, pieces
+from megatron_nemotron3.proof.certify.world import TrainingRun, build, global_batch, mtp_losses, randomized
 
 #: Micro-batches of a step: more than one, and not all with the same number of counting tokens.
 _MICROBATCHES = 3
@@ -101,7 +101,7 @@ def definition(bench: Bench) -> Iterator[Finding]:
     if bench.proxy.case.boost is not None:
         yield untested("definition", "the loss of MTP heads alone is not part of the definition", where)
         return
-    yield from _defined(bench, where)
+    tried = {where: bench}
     model, config = bench.proxy.model, bench.proxy.config
     if model.moe_layers is None and (model.num_moe_experts or 0) > (config.num_moe_experts or 0):
         whole = config.but(
@@ -111,24 +111,30 @@ def definition(bench: Bench) -> Iterator[Finding]:
             moe_router_topk=model.moe_router_topk,
         )
         proxy = replace(bench.proxy, config=whole, case=replace(bench.proxy.case, config=whole))
-        yield from _defined(replace(bench, proxy=proxy), f"{model.num_moe_experts} experts, by definition")
+        tried[f"{model.num_moe_experts} experts, by definition"] = replace(bench, proxy=proxy)
+    cases = [_case(one) for one in tried.values()]
+    try:
+        seen = run_each(_observe, [(case,) for case in cases], bench.timeout)
+    except (RuntimeError, TimeoutError) as problem:
+        yield failed("training", where, last_line(problem))
+        return
+    for place, case, (steps, args) in zip(tried, cases, seen, strict=True):
+        yield from _defined(case, place, steps, SimpleNamespace(**args))
 
 
-def _defined(bench: Bench, where: str) -> Iterator[Finding]:
+def _case(bench: Bench) -> TrainingCase:
     batch = bench.proxy.case
-    case = bench.case(
+    return bench.case(
         None,
         sequences=_MICROBATCHES * batch.micro_batch_size,
         seq_length=sum(batch.documents or (batch.seq_length,)),
         mask="random",
     )
-    try:
-        ((steps, args),) = run_distributed(
-            _observe, 1, case, weights(bench.case(None)), timeout=bench.timeout, apart=True
-        )
-    except (RuntimeError, TimeoutError) as problem:
-        yield failed("training", where, last_line(problem))
-        return
+
+
+def _defined(
+    case: TrainingCase, where: str, steps: Sequence[ObservedStep], args: SimpleNamespace
+) -> Iterator[Finding]:
     if unwritten := unwritten_model(args, case.config.is_moe):
         yield untested("definition", unwritten, where)
         return
@@ -256,9 +262,17 @@ def _by_call(noted: Sequence[Tensor], microbatches: int) -> list[Tensor]:
     return [torch.cat(list(noted[call::calls])) for call in range(calls)]
 
 
-def _observe(case: TrainingCase, start: Tensors) -> tuple[list[ObservedStep], Any]:
+def plain_arguments(args: Any) -> dict[str, Any]:
+    """Return those of Megatron's arguments that a process without Megatron can read."""
+    plain = (bool, int, float, str, list, tuple, type(None))
+    return {name: value for name, value in vars(args).items() if isinstance(value, plain)}
+
+
+def _observe(case: TrainingCase) -> tuple[list[ObservedStep], dict[str, Any]]:
     """Train, and measure at every step what it changes to move all weights to a neighboring float."""
-    run = TrainingRun(case, start)
+    built = build(case)
+    load(built[0], randomized(pieces(built[0])))
+    run = TrainingRun(case, None, built)
     model = unwrapped(run.chunks[0])
     watch = ModelWatch(model)
     buffers = list(model.buffers())
@@ -290,7 +304,7 @@ def _observe(case: TrainingCase, start: Tensors) -> tuple[list[ObservedStep], An
                 logits_noise=spread(logits, moved_logits, terms),
             )
         )  # fmt: skip
-    return steps, run.args
+    return steps, plain_arguments(run.args)
 
 
 def _set_clip(run: TrainingRun, gradients: Tensors, above: bool) -> float:

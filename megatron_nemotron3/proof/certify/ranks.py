@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -62,6 +62,32 @@ def run_distributed(
                 with inside():
                     return [function(*args)]
         return run_ranks(Call(function, args, inside), world_size, timeout=timeout, preload=PRELOAD)
+
+
+def run_each(function: Callable[..., Any], calls: Sequence[Sequence[Any]], timeout: float = 120) -> list[Any]:
+    """Call `function(*args)` for the arguments of each call, at the same time, each in a world of one.
+
+    As `run_distributed(..., apart=True)` of each. An error says "rank N" of call N.
+
+    Raises:
+        RuntimeError, TimeoutError: as `run_ranks`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        call = Call(_one_of, (function, calls, folder, timeout))
+        return run_ranks(call, len(calls), timeout=timeout, preload=PRELOAD)
+
+
+def _one_of(function: Callable[..., Any], calls: Sequence[Sequence[Any]], folder: str, timeout: float) -> Any:
+    number = be_alone()
+    with _world(f"file://{folder}/store{number}", timeout):
+        return function(*calls[number])
+
+
+def be_alone() -> int:
+    """Make this rank of several the only one of a world of its own; return its number."""
+    number = int(os.environ["RANK"])
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    return number
 
 
 @contextmanager

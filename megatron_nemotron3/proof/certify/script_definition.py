@@ -28,6 +28,7 @@ from megatron_nemotron3.proof.certify.definition import (
     OPTIMIZER,
     ModelWatch,
     chosen,
+    plain_arguments,
     unwritten_model,
     unwritten_of,
     worst_of,
@@ -267,7 +268,5 @@ class BatchWatch:
     def _write(self) -> None:
         from megatron.training import get_args
 
-        plain = (bool, int, float, str, list, tuple, type(None))
-        args = {name: value for name, value in vars(get_args()).items() if isinstance(value, plain)}
         with atomic(self._file) as part:
-            torch.save({"args": args, "batches": self._calls}, part)
+            torch.save({"args": plain_arguments(get_args()), "batches": self._calls}, part)

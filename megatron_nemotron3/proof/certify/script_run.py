@@ -16,7 +16,7 @@ from random import Random
 from megatron_nemotron3.common.ranks import Call, free_port, run_ranks
 from megatron_nemotron3.common.switches import BOOST
 from megatron_nemotron3.proof.certify.case import TrainingCase
-from megatron_nemotron3.proof.certify.ranks import PRELOAD
+from megatron_nemotron3.proof.certify.ranks import PRELOAD, be_alone
 from megatron_nemotron3.train import log
 from megatron_nemotron3.train.data.indexed import write_dataset
 from megatron_nemotron3.train.data.tokenizer import TokenizerInfo
@@ -144,25 +144,47 @@ def run_script(
         TimeoutError: a rank did not end.
     """
     folder.mkdir(parents=True)
-    environment = {
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        **({BOOST: case.boost} if case.boost is not None else {}),
-    }
-    call = Call(_on_rank, (list(words), folder, case.fault, killed_in, own), environment=environment)
+    call = Call(_on_rank, (list(words), folder, case.fault, killed_in, own), environment=_environment(case))
     ranks = case.layout.world_size
     try:
         run_ranks(call, ranks, timeout=timeout, preload=PRELOAD)
     except RuntimeError as problem:
         if not (folder / _KILLED).exists():
-            rank, reason = _first_failure(folder, problem)
-            raise RuntimeError(f"rank {rank} of {ranks}: {reason}") from None
+            rank = _failed_rank(problem)
+            raise RuntimeError(f"rank {rank} of {ranks}: {_reason(folder, rank, problem)}") from None
     else:
         if killed_in is not None:
             raise RuntimeError("the script ended without a second checkpoint")
     finally:
         _end_sessions(folder)
+
+
+def run_each_script(runs: Mapping[Path, Sequence[str]], case: TrainingCase, timeout: float) -> None:
+    """Run a script several times at the same time, each in one process.
+
+    Args:
+        runs: folder for logs and observations -> options of the launcher, the script and its own.
+        case: of the layout of one rank.
+
+    Raises:
+        RuntimeError, TimeoutError: as `run_script`.
+    """
+    for folder in runs:
+        folder.mkdir(parents=True)
+    call = Call(_on_one_of, (list(runs.items()), case.fault), environment=_environment(case))
+    try:
+        run_ranks(call, len(runs), timeout=timeout * len(runs), preload=PRELOAD)
+    except RuntimeError as problem:
+        folder = list(runs)[_failed_rank(problem)]
+        raise RuntimeError(f"rank 0 of 1: {_reason(folder, 0, problem)}") from None
+    finally:
+        for folder in runs:
+            _end_sessions(folder)
+
+
+def _environment(case: TrainingCase) -> dict[str, str]:
+    boost = {BOOST: case.boost} if case.boost is not None else {}
+    return {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **boost}
 
 
 def curve_of(folder: Path, ranks: int) -> log.Curve:
@@ -175,14 +197,18 @@ def curve_of(folder: Path, ranks: int) -> log.Curve:
     return curve
 
 
-def _first_failure(folder: Path, problem: RuntimeError) -> tuple[int, str]:
-    """The rank that failed first, and the last line of its traceback, or of its log if it just left."""
-    lines = str(problem).strip().splitlines()
-    rank, reason = int(lines[0].split()[1]), lines[-1].strip()
+def _failed_rank(problem: RuntimeError) -> int:
+    """The rank that failed first."""
+    return int(str(problem).split(maxsplit=2)[1])
+
+
+def _reason(folder: Path, rank: int, problem: RuntimeError) -> str:
+    """The last line of a failed rank's traceback, or of its log if it just left."""
+    reason = str(problem).strip().splitlines()[-1].strip()
     if reason.startswith("SystemExit") or "exit code" in reason:
         with suppress(OSError, IndexError):
             reason = _log(folder, rank).read_text(errors="replace").strip().splitlines()[-1]
-    return rank, reason
+    return reason
 
 
 def _log(folder: Path, rank: int) -> Path:
@@ -206,6 +232,12 @@ def _end_sessions(folder: Path) -> None:
 
 
 # What follows runs on the ranks.
+
+
+def _on_one_of(runs: Sequence[tuple[Path, Sequence[str]]], fault: Callable[[], None] | None) -> None:
+    folder, words = runs[be_alone()]
+    os.environ["MASTER_PORT"] = str(free_port())
+    _on_rank(words, folder, fault, None, False)
 
 
 def _on_rank(

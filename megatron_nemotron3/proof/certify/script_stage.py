@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -43,6 +43,7 @@ from megatron_nemotron3.proof.certify.script_definition import defined
 from megatron_nemotron3.proof.certify.script_result import NoiseComparison, ScriptResult, run_findings
 from megatron_nemotron3.proof.certify.script_run import (
     curve_of,
+    run_each_script,
     run_script,
     schedule_of,
     script_of,
@@ -113,7 +114,6 @@ class ScriptRuns:
             data = write_text(self.folder, tokens, longest, blended, seed)
         self.options = (
             *data,
-            *("--data-cache-path", str(self.folder / "cache")),
             *("--eval-iters", "0", "--eval-interval", "2", "--log-interval", "1"),
             *schedule_of({name: flag.values for name, flag in self.given.items()}),
         )
@@ -132,9 +132,8 @@ class ScriptRuns:
 
     def run_bases(self) -> NoiseComparison[ScriptResult]:
         """Run one process, from each of the initial weights."""
-        self.bases = [
-            self.run(f"one-{n}", None, *self.fresh(n), *_EVALUATING, watched=True) for n in range(1 + NUDGES)
-        ]
+        starts = {f"one-{n}": (*self.fresh(n), *_EVALUATING) for n in range(1 + NUDGES)}
+        self.bases = self.run_each(starts, watched=True)
         return NoiseComparison(self.bases, self.terms)
 
     def depend_on_rounding(self) -> bool:
@@ -144,7 +143,7 @@ class ScriptRuns:
         starts = moved_far(weights(self.bench.case(None, fault=None)), self.terms)
         self._write_starts("moved", starts)
         try:
-            far = [self.run(f"moved-{n}", None, *self.fresh(n, "moved")) for n in range(len(starts))]
+            far = self.run_each({f"moved-{n}": self.fresh(n, "moved") for n in range(len(starts))})
         except FAILURES:
             return False
         base, *runs = self.bases
@@ -165,11 +164,18 @@ class ScriptRuns:
         run_script(words, self.bench.case(sizes), place, self.bench.timeout, killed_in, own)
         return self.result(name, sizes)
 
+    def run_each(self, options: Mapping[str, Sequence[str]], watched: bool = False) -> list[ScriptResult]:
+        """Run one process with each of the options at the same time. options: by name of the run."""
+        runs = {self.folder / n: self.words(n, None, *more, watched=watched) for n, more in options.items()}
+        run_each_script(runs, self.bench.case(None), self.bench.timeout)
+        return [self.result(name, None) for name in options]
+
     def words(self, name: str, sizes: Sizes | None, *options: str, watched: bool = False) -> list[str]:
         """Return the command line of a run."""
-        log = ("--tensorboard-dir", str(self.folder / name / "tensorboard")) if watched else ()
+        own = ["--data-cache-path", str(self.folder / name / "cache")]  # others may be writing theirs
+        own += ["--tensorboard-dir", str(events(self.bench, name))] if watched else []
         launcher = ("--device", "cpu", "--monitor", str(int(watched)))
-        return [*launcher, str(self.script), *self.bench.case(sizes).argv(), *self.options, *log, *options]
+        return [*launcher, str(self.script), *self.bench.case(sizes).argv(), *self.options, *own, *options]
 
     def result(self, name: str, sizes: Sizes | None) -> ScriptResult:
         """Return what a run that came to its end has left."""
@@ -349,23 +355,22 @@ def other_layout_findings(
         reason = "one process has no distributed optimizer here"
     elif _expert_optimizer(other) != _expert_optimizer(scripts.bench.proxy.sizes[0]):
         reason = "Megatron does not load two optimizers as one"
-    optimizer = not reason
     if reason:
         yield untested("optimizer state loaded", reason, where)
-    options = (*scripts.loading, *(() if optimizer else ("--no-load-optim", "--no-load-rng")))
+    options = (*scripts.loading, *(("--no-load-optim", "--no-load-rng") if reason else ()))
     name = "elsewhere" if other else "elsewhere-one"
     try:
         found = scripts.run(name, other, *options)
     except FAILURES as problem:
         yield failed("loading in another layout", where, last_line(problem))
         return
-    yield from loading_findings(found, saved, where, optimizer)
+    yield from loading_findings(found, saved, where, not reason)
 
     def second(of: Callable[[ScriptResult, int], Tensors], ran: ScriptResult) -> Tensors:
         return of(ran, 1 if ran is found else 2)
 
     yield compared("gradients after loading", found, where, partial(second, ScriptResult.gradients))
-    if optimizer:
+    if not reason:
         yield compared("weights after loading", found, where, partial(second, ScriptResult.weights))
     yield equal("expert biases after loading", base.biases(2), found.biases(1), where)
 

@@ -130,11 +130,10 @@ class UpgradeRuns:
         own.write_data(self._seed)
         own.write_starts()
         other.folder.mkdir()
-        other.options = (*own.options, "--data-cache-path", str(other.folder / "cache"))
+        other.options = own.options
         try:
-            own.bases = [
-                own.run(f"one-{n}", None, *own.fresh(n), watched=True) for n in range(1 + compare.NUDGES)
-            ]
+            starts = {f"one-{n}": own.fresh(n) for n in range(1 + compare.NUDGES)}
+            own.bases = own.run_each(starts, watched=True)
             saved = own.run("layout", first, *own.fresh(), *own.saving, watched=True, killed_in=own.saved)
             layouts = [own.run(f"layout-{n}", sizes, *own.fresh()) for n, sizes in enumerate(more)]
         except script_stage.FAILURES as problem:

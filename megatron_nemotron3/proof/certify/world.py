@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_nemotron3.launch.boosting import Boost
 from megatron_nemotron3.models.lora import LoRASettings, adding_lora
 from megatron_nemotron3.proof.certify.case import Batch, TrainingCase
-from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
+from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed, run_each
 from megatron_nemotron3.proof.certify.tensors import (
     Pieces,
     RanksDiffer,
@@ -53,15 +53,14 @@ def train(case: TrainingCase, weights: Tensors | None = None, timeout: float = 3
         RuntimeError: a rank failed.
         TimeoutError: a rank did not end.
     """
-    return train_each(case, [weights], timeout)[0]
+    ranks = run_distributed(_train, case.layout.world_size, case, weights, timeout=timeout, apart=True)
+    return _together(ranks)
 
 
-def train_each(case: TrainingCase, starts: Sequence[Tensors | None], timeout: float = 300) -> list[Result]:
-    """As `train` from each of the `starts`, one after the other on the same ranks."""
-    ranks = run_distributed(
-        _train_each, case.layout.world_size, case, starts, timeout=timeout * len(starts), apart=True
-    )
-    return [_together(results) for results in zip(*ranks, strict=True)]
+def train_each(case: TrainingCase, starts: Sequence[Tensors], timeout: float = 300) -> list[Result]:
+    """As `train` from each of the `starts` at the same time. `case` has the layout of one rank."""
+    calls = [(case, start) for start in starts]
+    return [_together([one]) for one in run_each(_train, calls, timeout * len(starts))]
 
 
 def _together(ranks: Sequence[dict[str, Any]]) -> Result:
@@ -79,12 +78,16 @@ def _together(ranks: Sequence[dict[str, Any]]) -> Result:
 
 
 def initial_weights(case: TrainingCase, seed: int = 0) -> Tensors:
-    """Random weights of the model of `case`, a case of one rank, in which nothing is 1, 0 or equal to its
-    neighbor by default."""
-    (pieces,) = run_distributed(_built, 1, case, apart=True)
+    """Random weights of the model of `case`, a case of one rank (`randomized`)."""
+    (held,) = run_distributed(_built, 1, case, apart=True)
+    return randomized(held, seed)
+
+
+def randomized(held: Pieces, seed: int = 0) -> Tensors:
+    """Of a model of one rank, whole tensors in which nothing is 1, 0 or equal to its neighbor by default."""
     generator = torch.Generator().manual_seed(seed)
 
-    def randomized(key: str, tensor: Tensor) -> Tensor:
+    def moved(key: str, tensor: Tensor) -> Tensor:
         noise = torch.randn(tensor.shape, generator=generator)
         if key.endswith("expert_bias"):  # nearly every token chooses the first expert
             return noise * 1e-2 + CROWDING * (torch.arange(len(noise)) == 0)
@@ -94,7 +97,7 @@ def initial_weights(case: TrainingCase, seed: int = 0) -> Tensors:
             return tensor + 0.1 * noise
         return tensor
 
-    return {key: randomized(key, tensor) for key, tensor in gather([pieces]).items()}
+    return {key: moved(key, tensor) for key, tensor in gather([held]).items()}
 
 
 # What follows runs on the ranks.
@@ -294,16 +297,6 @@ def _schedule(optimizer: Any, args: Any) -> None:
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
     )
-
-
-def _train_each(case: TrainingCase, starts: Sequence[Tensors | None]) -> list[dict[str, Any]]:
-    from megatron.core import parallel_state
-
-    results = [_train(case, starts[0])]
-    for weights in starts[1:]:
-        parallel_state.destroy_model_parallel()
-        results.append(_train(replace(case, fault=None), weights))  # which lasts as long as the process
-    return results
 
 
 def _train(case: TrainingCase, weights: Tensors | None) -> dict[str, Any]:
