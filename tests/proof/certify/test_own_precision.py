@@ -82,6 +82,16 @@ def test_a_kind_of_tensor_is_looked_at_over_all_layers() -> None:
     assert finding.detail.startswith("decoder.layers.*.mixer.A_log: mean 1.5 of 128 numbers, not 8.5")
 
 
+def test_normal_numbers_in_bf16_are_of_their_law() -> None:
+    """As many as the experts of all layers have, though the widest are missing."""
+    drawn = torch.empty(4_000_000, dtype=torch.bfloat16)
+    drawn = drawn.normal_(0, 0.11, generator=torch.Generator().manual_seed(0)).double()
+    law = Law(0.0, 0.11)
+    assert float(drawn.std()) < 0.995 * law.deviation
+    assert not law.against(drawn)
+    assert law.against(0.98 * drawn).startswith("standard deviation")
+
+
 def test_a_law_allows_rounding_and_nothing_more() -> None:
     assert not Law.uniform(-0.5, 0.5).against(torch.tensor([0.5, -0.5]).bfloat16().double())
     assert Law.uniform(1, 16).against(torch.tensor([16.5]))
