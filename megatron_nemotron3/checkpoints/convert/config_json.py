@@ -320,6 +320,6 @@ def check_same_model(config: Nemotron3Config, base: Nemotron3Config) -> None:
     differ = [f for f in fields if f not in free and getattr(config, f) != getattr(base, f)]
     if differ:
         numbers = ", ".join(f"{f}={getattr(config, f)!r} (expected {getattr(base, f)!r})" for f in differ)
-        if config.pattern == tiny(base).pattern and config.hidden_size == tiny(base).hidden_size:
+        if config.hidden_size == tiny(base).hidden_size != base.hidden_size:
             numbers = f"it is the size of its smaller variant: add --tiny to --model {base.name}"
         raise ValueError(f"{config.name}: it is not the model {base.name}: {numbers}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.checkpoints.convert.checkpoints import open_checkpoint
+from megatron_nemotron3.checkpoints.convert.config_json import check_same_model
 from megatron_nemotron3.checkpoints.convert.conversion import (
     FromHfOptions,
     ToHfOptions,
@@ -19,6 +20,7 @@ from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.checkpoints.convert.torch_dist import open_torch_dist
 from megatron_nemotron3.common.hooks import unwrapped
 from megatron_nemotron3.cpu.async_save import forked_results
+from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.proof.certify.bench import Finding, failed
 from megatron_nemotron3.proof.certify.case import TrainingCase
 from megatron_nemotron3.proof.certify.compare import equal
@@ -84,9 +86,9 @@ def _tensors(source: TensorSource) -> Tensors:
 
 
 def round_trip(
-    checkpoint: Path, padded_vocab_size: int, folder: Path, vocab_size: int | None = None
+    checkpoint: Path, padded_vocab_size: int, folder: Path, config: Nemotron3Config
 ) -> Iterator[Finding]:
-    """Yield whether a checkpoint comes back from Hugging Face's form as it was.
+    """Yield whether a checkpoint comes back from Hugging Face's form as it was, of the model `config`.
 
     The names and shapes of both sides are those of the inventory, or the conversion refuses.
     """
@@ -94,7 +96,8 @@ def round_trip(
     folder.mkdir()
     try:
         with (folder / "log").open("w") as log, redirect_stdout(log):
-            convert_to_hf(checkpoint, exported, ToHfOptions(workers=1))
+            convert_to_hf(checkpoint, exported, ToHfOptions(workers=1, vocab_size=config.vocab_size))
+            check_same_model(open_checkpoint(exported).config.but(name="config.json"), config)
             options = FromHfOptions(make_vocab_size_divisible_by=padded_vocab_size, workers=1)
             convert_from_hf(exported, back, options)
             before, after = (_tensors(open_checkpoint(one).weights) for one in (checkpoint, back))
@@ -102,5 +105,5 @@ def round_trip(
         yield failed(_EXPORT, detail=str(problem).splitlines()[0])
         return
     for tensors in (before, after):
-        tensors |= {key: tensors[key][:vocab_size] for key in _VOCABULARY if key in tensors}
+        tensors |= {key: tensors[key][: config.vocab_size] for key in _VOCABULARY if key in tensors}
     yield equal(_EXPORT, before, after, detail=f"{len(before)} tensors, to the bit")

@@ -239,9 +239,9 @@ def moved_bias(objective: Objective, bias: Tensor, counts: Tensor) -> Tensor:
     return bias.double() + objective.bias_rate * (counts.double().mean() - counts.double()).sign()
 
 
-def norm_of(gradients: Tensors) -> float:
-    """Norm of all gradients together."""
-    return float(torch.stack([g.double().square().sum() for g in gradients.values()]).sum().sqrt())
+def norm_of(tensors: Tensors) -> float:
+    """Norm of all gradients or weights together."""
+    return float(torch.stack([t.double().square().sum() for t in tensors.values()]).sum().sqrt())
 
 
 class AdamW:

@@ -33,7 +33,14 @@ from megatron_nemotron3.proof.certify.definition import (
     unwritten_of,
     worst_of,
 )
-from megatron_nemotron3.proof.certify.plain_step import AdamW, DefinedStep, Objective, define, moved_bias
+from megatron_nemotron3.proof.certify.plain_step import (
+    AdamW,
+    DefinedStep,
+    Objective,
+    define,
+    moved_bias,
+    norm_of,
+)
 from megatron_nemotron3.proof.certify.script_result import ScriptResult
 from megatron_nemotron3.proof.certify.tensors import Tensors
 from megatron_nemotron3.train.log import RATE, Curve, LogStep
@@ -96,7 +103,7 @@ def defined(
             k: _bias(objective, k, b, step.choices) for k, b in before.items() if k.endswith("expert_bias")
         }
         after = (own if stepped else run.weights(number)) | biases
-        norm = math.sqrt(sum(float(g.square().sum()) for g in by.gradients.values()))
+        norm = norm_of(by.gradients)
         scale = min(1.0, args.clip_grad / (norm + 1e-6)) if args.clip_grad else 1.0
         result.seen[number, observer.GRADIENTS] = {key: g * scale for key, g in by.gradients.items()}
         result.seen[number, observer.WEIGHTS] = after
@@ -105,7 +112,8 @@ def defined(
         if not case.config.is_moe:
             losses = {name: _in_line(loss, name, first, logged) for name, loss in losses.items()}
         first = first or losses
-        values = losses | {"grad norm": norm, RATE: rates[1]} | _of_routers(by, logged, args)
+        values = losses | {"grad norm": norm, "params norm": norm_of(result.weights(number))}
+        values |= {RATE: rates[1]} | _of_routers(by, logged, args)
         result.curve.steps[number] = LogStep(number, 2, values)
         before = run.seen[number, observer.WEIGHTS]
         distances += chosen(by.routings, step.choices)

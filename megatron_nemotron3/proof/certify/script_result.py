@@ -17,7 +17,7 @@ from megatron_nemotron3.proof.certify.tensors import Tensors, unmatched
 from megatron_nemotron3.train.log import Curve
 
 R = TypeVar("R")
-#: Gradient norms are printed with three decimals.
+#: Norms are printed with three decimals.
 _NORM = 1e-3
 
 
@@ -89,7 +89,8 @@ def run_findings(
             yield compared(f"{what} (script)", found, where, partial(logged, names))
     if set(base.curve.validation) & set(found.curve.validation):
         yield compared("validation loss (script)", found, where, evaluated)
-    yield compared("gradient norms (script)", found, where, partial(logged, "grad norm"), _NORM)
+    for what, name in (("gradient", "grad"), ("parameter", "params")):
+        yield compared(f"{what} norms (script)", found, where, partial(logged, f"{name} norm"), _NORM)
     yield compared("learning rates (script)", found, where, partial(logged, "learning rate"))
     for step in (1, 2):
         yield compared(

@@ -114,7 +114,7 @@ class ScriptRuns:
             data = write_text(self.folder, tokens, longest, blended, seed)
         self.options = (
             *data,
-            *("--eval-iters", "0", "--eval-interval", "2", "--log-interval", "1"),
+            *("--eval-iters", "0", "--eval-interval", "2", "--log-interval", "1", "--log-params-norm"),
             *schedule_of({name: flag.values for name, flag in self.given.items()}),
         )
 
@@ -318,8 +318,8 @@ def checkpoint_findings(scripts: ScriptRuns, run: ScriptResult, where: str) -> I
     if kept := {key: t for key, t in found.items() if key in state}:
         yield equal("optimizer state in the checkpoint", state, kept, where)
     rows = found["embedding.word_embeddings.weight"].shape[0]
-    tokens = scripts.bench.proxy.config.vocab_size
-    yield from checkpoints.round_trip(scripts.saved, rows, scripts.folder / "export", tokens)
+    config = scripts.bench.proxy.config
+    yield from checkpoints.round_trip(scripts.saved, rows, scripts.folder / "export", config)
 
 
 def _others(sizes: Sequence[Sizes], sequences: int) -> list[Sizes | None]:

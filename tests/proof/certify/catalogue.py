@@ -242,6 +242,9 @@ FAULTS: dict[str, Fault] = {
     "vectors keep their rate": _script(script.vectors_keep_their_rate, "weights after two steps (script)"),
     "rate decays as a cosine": _script(script.rate_decays_as_cosine, "learning rates (script)"),
     "samples counted twice": _script(script.samples_counted_twice, "counts of the log"),
+    "parameter norm of copies": Fault(
+        script.parameter_norm_of_copies, "TP2", ("parameter norms (script)",), stage="script"
+    ),
     "matcher not enabled": Fault(launches.enabled_dropped, "Super, NVFP4", _FORMATS, stage="formats"),
     "glob that matches nothing": Fault(
         launches.glob_matches_nothing, "Super, NVFP4", _FORMATS, stage="formats"
@@ -264,6 +267,9 @@ FAULTS: dict[str, Fault] = {
     ),
     "part of a matrix not saved": Fault(
         checkpoints.part_not_saved, "TP2", ("weights in the checkpoint",), stage="saving"
+    ),
+    "other factor stored": Fault(
+        checkpoints.other_factor_stored, "TP2", ("Hugging Face export",), stage="saving"
     ),
     "experts exchanged in the export": Fault(
         checkpoints.experts_exchanged_in_export, "TP2", ("Hugging Face export",), stage="export"

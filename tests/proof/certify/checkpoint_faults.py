@@ -5,6 +5,7 @@ Every function is called once on each rank before anything is built, and patches
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from safetensors.torch import load_file, save_file
 
-from tests.proof.certify.patching import then, wrap
+from tests.proof.certify.patching import result, then, wrap
 
 
 def layers_exchanged() -> None:
@@ -71,6 +72,17 @@ def part_not_saved() -> None:
         return partly
 
     wrap("megatron.core.dist_checkpointing", "save", make)
+
+
+def other_factor_stored() -> None:
+    """The arguments in the checkpoint have another scale of the experts than the model."""
+
+    def change(state: dict[str, Any]) -> dict[str, Any]:
+        other = copy.copy(state["args"])
+        other.moe_router_topk_scaling_factor = 1.0
+        return state | {"args": other}
+
+    result("megatron.training.checkpointing", "generate_state_dict", change)
 
 
 def _exported(change: Callable[[dict[str, torch.Tensor]], None]) -> None:

@@ -122,3 +122,8 @@ def samples_counted_twice() -> None:
         return twice
 
     wrap(LOOP, "training_log", make)
+
+
+def parameter_norm_of_copies() -> None:
+    """The logged norm of the parameters counts those that TP ranks share once per rank."""
+    result("megatron.training.utils.common_utils", "param_is_not_tensor_parallel_duplicate", lambda _: True)

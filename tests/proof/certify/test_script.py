@@ -307,12 +307,22 @@ def test_padding_of_the_vocabulary_need_not_come_back(
 
     for vocabulary, wrong_rows, state in (
         (120, slice(120, None), PropertyState.PASS),
-        (None, slice(120, None), PropertyState.FAIL),
+        (128, slice(120, None), PropertyState.FAIL),
         (120, slice(119, None), PropertyState.FAIL),
     ):
         rows = wrong_rows
         monkeypatch.setattr(checkpoints, "_tensors", as_trained)
         (found,) = checkpoints.round_trip(
-            tmp_path / "run", 128, tmp_path / f"{vocabulary}-{rows}", vocabulary
+            tmp_path / "run", 128, tmp_path / f"{vocabulary}-{rows}", config.but(vocab_size=vocabulary)
         )
         assert found.state is state, found
+
+
+def test_an_export_describes_the_model(tmp_path: Path) -> None:
+    config = tiny(get("nano"))
+    write_hf(tmp_path / "hf", config)
+    convert_from_hf(tmp_path / "hf", tmp_path / "run", FromHfOptions(workers=1))
+    other = config.but(moe_router_topk_scaling_factor=7.0)
+    (found,) = checkpoints.round_trip(tmp_path / "run", config.vocab_size, tmp_path / "export", other)
+    assert found.state is PropertyState.FAIL
+    assert "moe_router_topk_scaling_factor=2.5 (expected 7.0)" in found.detail
