@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from argparse import Namespace
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -23,8 +24,9 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer.transformer_layer import MoETransformerLayer
 from megatron.training import global_vars
 
-from megatron_nemotron3 import cli
+from megatron_nemotron3 import cli, run
 from megatron_nemotron3.checkpoints import own_loop, save_checkpoint
+from megatron_nemotron3.checkpoints.state import StoredState
 from megatron_nemotron3.cpu.async_save import forked_results
 from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.models import Nemotron3Config, get
@@ -193,6 +195,31 @@ def test_the_layout_of_a_student_without_a_pattern() -> None:
     assert layout_of(student) == ParallelLayout(tp=2, sp=True, pp=4, vpp=5, ep=8, etp=1, cp=3, dp=8)
     config.virtual_pipeline_model_parallel_size = None
     assert layout_of(student).vpp == 1
+
+
+def test_a_run_of_a_list_continues_a_checkpoint_of_the_same_experts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which experts a list has is known when the model is built; with a pattern the stack's name says it."""
+    checks: list[Any] = []
+    monkeypatch.setattr(
+        run, "loaded", lambda words: ("iter_0000003", StoredState({ARGUMENT: "32:2 96:5"}, {}))
+    )
+    monkeypatch.setattr(run, "require_our_stack", lambda *words: None)
+    monkeypatch.setattr(run, "at_first_forward", checks.append)
+    run.verify_stack("--spec ours", stack_spec("torch"), ["--load", "somewhere"])
+    (check,) = checks
+    for experts in ("32:2 96:5", "32:2 96:6", ""):
+        monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", Namespace(**{ARGUMENT: experts}))
+        with nullcontext() if experts == "32:2 96:5" else pytest.raises(SystemExit, match="2"):
+            check(None)
+    with pytest.raises(SystemExit, match="2"):
+        run.verify_stack("--spec ours", stack_spec("torch"), ["--hybrid-layer-pattern", "ME*E"])
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 3 and all(
+        "was trained with layers of experts (width:top-k) 32:2 96:5" in s for s in said
+    )
+    assert "builds layers of experts (width:top-k) 32:2 96:6, and iter_0000003 of --load" in said[0]
 
 
 def trained(how: str, folder: str) -> str:
