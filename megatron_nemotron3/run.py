@@ -165,6 +165,7 @@ def requested_spec(argv: list[str]) -> tuple[str, Any]:
 def verify_stack(words: str, spec: Any, arguments: list[str]) -> None:
     """Stop unless Megatron builds the stack of ours that `--spec` names, and the checkpoint is one of it."""
     from megatron_nemotron3.layers.backend import te_problem
+    from megatron_nemotron3.layers.registration import argument
     from megatron_nemotron3.specs import TransformerEngineMissing
 
     if spec.module is TransformerEngineMissing:
@@ -175,12 +176,19 @@ def verify_stack(words: str, spec: Any, arguments: list[str]) -> None:
         found = None if "--use-checkpoint-args" in arguments else loaded(arguments)
     if found is None:
         return
-    before, now = stack_specs.stored_experts(found[1].args), stack_specs.experts_text(spec.submodules.model)
-    if before not in (None, now):
-        fail(
-            f"{words} builds {_experts(now)}, and {found[0]} of --load was trained with {_experts(before)}: "
-            "weights of the same shapes would load and compute something else; give its --spec"
-        )
+    before, which = stack_specs.stored_experts(found[1].args), found[0]
+
+    def compare(now: str) -> None:
+        if before not in (None, now):
+            fail(
+                f"{words} builds {_experts(now)}, and {which} of --load was trained with {_experts(before)}: "
+                "weights of the same shapes would load and compute something else; give its --spec"
+            )
+
+    if option_values(arguments, "--hybrid-layer-pattern"):
+        compare(stack_specs.experts_text(spec.submodules.model))
+    else:  # the script may have a list of layer configs, which the stack reads
+        at_first_forward(lambda _: compare(argument(stack_specs.ARGUMENT) or ""))
 
 
 def _experts(text: str | None) -> str:
@@ -205,12 +213,17 @@ def verify_options(arguments: list[str], spec: Any, announce: Callable[[str], No
 
 
 def verify_formats(arguments: list[str], words: str, spec: Any, *, emulate: bool, measured: bool) -> None:
-    """Stop unless linears will compute in the formats that options request."""
+    """Stop unless linears will compute in the formats that options request, and can be measured."""
     from megatron_nemotron3.precision.census import require_usable
     from megatron_nemotron3.precision.model_formats import CensusError
     from megatron_nemotron3.specs import is_torch
 
     with_torch = is_torch(spec)
+    if measured and not with_torch:
+        fail(
+            f"{LOG_PRECISION} measures linears of the torch backend, and --spec names another one: "
+            f"use {torch_spec(spec)}, or unset it"
+        )
     with failing(CensusError):
         require_usable(arguments, torch_spec=with_torch, emulate=emulate, measured=measured)
     if emulate and spec is not None and not with_torch:
@@ -223,17 +236,6 @@ def verify_formats(arguments: list[str], words: str, spec: Any, *, emulate: bool
             f"{EMULATE} or {emulation.OPTION} is set", f", which ignores it: use {torch_spec(None)}"
         )
     verify_quantized(arguments)
-
-
-def verify_measurable(spec: Any) -> None:
-    """Stop a run that would measure precision (NEMOTRON3_LOG_PRECISION) on linears that do not support it."""
-    from megatron_nemotron3.specs import is_torch
-
-    if not is_torch(spec):
-        fail(
-            f"{LOG_PRECISION} measures linears of the torch backend, and --spec names another one: "
-            f"use {torch_spec(spec)}, or unset it"
-        )
 
 
 def verify_rows(arguments: list[str], words: str, spec: Any, isolate: bool) -> None:
@@ -336,8 +338,6 @@ def _launch(given: RunArguments) -> None:
                 if spec is None:
                     fail(f"{BOOST} trains a stack of this package: use {torch_spec(None)}")
                 stack.enter_context(training_heads(boost))
-            if measured is not None:
-                verify_measurable(spec)
             verify_formats(
                 arguments, spec_words, spec, emulate=emulated is not None, measured=measured is not None
             )

@@ -119,9 +119,11 @@ def test_every_version_knows_every_option_we_emit(version: str, options: dict[st
     assert misused([Flag(name, values) for name, values in options.items()], version) == []
 
 
+_NCCL_EP = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend ncclep --moe-use-grouped-tensor"
 #: Rule -> (options, versions that report it). The model is Super.
 REPORTED: dict[str, tuple[str, tuple[str, ...]]] = {
     "mtp-without-te": ("", ("0.20",)),
+    "moe-use-grouped-tensor": (_NCCL_EP, ("0.20",)),
     "unknown-option": ("--mtp-hsm", ("0.19",)),
     "option-value": ("--rl-generation-lag 0.5", ("0.19",)),
     "reshardable-buckets": ("--dist-ckpt-optim-fully-reshardable", ("0.19",)),
@@ -134,6 +136,14 @@ def test_rules_of_versions(rule: str, version: str) -> None:
     extra, reporting = REPORTED[rule]
     found = check(Launch.of(models.SUPER, ParallelLayout(pp=2), extra=extra.split(), megatron_core=version))
     assert (rule in [violation.rule for violation in found]) is (version in reporting)
+
+
+@pytest.mark.parametrize(
+    "extra", [f"{_NCCL_EP} --use-transformer-engine-op-fuser", _NCCL_EP.replace("ncclep", "hybridep")]
+)
+def test_grouped_tensors_with_the_fuser_or_another_dispatcher(extra: str) -> None:
+    found = check(Launch.of(models.SUPER, ParallelLayout(), extra=extra.split(), megatron_core="0.20"))
+    assert "moe-use-grouped-tensor" not in [violation.rule for violation in found]
 
 
 def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,10 +26,9 @@ from megatron_nemotron3.checkpoints.metadata import (
     elements_text,
     read_manifest,
 )
-from megatron_nemotron3.checkpoints.pickles import Inert
 from megatron_nemotron3.checkpoints.remote import local, place, shown
 from megatron_nemotron3.checkpoints.resume import SAVING, LoadFolder, tracker_fix
-from megatron_nemotron3.checkpoints.state import common_state
+from megatron_nemotron3.checkpoints.state import common_state, stored_arguments
 from megatron_nemotron3.checkpoints.structure import Verdict, check_integrity, check_structure
 from megatron_nemotron3.checkpoints.trust import hostile_objects
 from megatron_nemotron3.common.files import printable
@@ -274,12 +273,9 @@ def describe(index: CheckpointIndex) -> None:
 
 def layout_of(state: dict[str, Any]) -> str | None:
     """Return "TP2 PP1 … on 2 ranks" from the stored arguments; None if there are none."""
-    arguments = state.get("args")
-    if not isinstance(arguments, Inert) or not isinstance(arguments.state, dict):
-        return None
-    sizes = {short: arguments.field(name) for short, name in _LAYOUT.items()}
-    known = [f"{short}{size}" for short, size in sizes.items() if type(size) is int]
+    sizes = stored_arguments(state)
+    known = [f"{short}{sizes[name]}" for short, name in _LAYOUT.items() if type(sizes.get(name)) is int]
     if not known:
         return None
-    ranks = arguments.field("world_size")
+    ranks = sizes.get("world_size")
     return " ".join(known) + (f" on {ranks} rank{'s' * (ranks != 1)}" if type(ranks) is int else "")

@@ -302,10 +302,7 @@ def _typed_field(instance: Any, name: str, kind: type | tuple[type, ...]) -> Any
 
 
 def _checked_shape(values: Any, name: str) -> tuple[int, ...]:
-    if (
-        not isinstance(values, tuple)
-        or len(values) > MOST_AXES
-        or not all(type(v) is int and 0 <= v < 1 << 63 for v in values)
-    ):
+    short = isinstance(values, tuple) and len(values) <= MOST_AXES
+    if not short or not all(type(v) is int and 0 <= v < 1 << 63 for v in values):
         raise Refused(f"{name} has the shape or offset {values!r:.80}")
     return values

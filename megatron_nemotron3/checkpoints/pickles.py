@@ -203,9 +203,7 @@ def try_all(
                     board.write(line + b"\n")
 
     ended = in_child(
-        call_each,
-        memory=_MEMORY + _MEMORY_PER_BYTE * size,
-        seconds=_SECONDS + size // _BYTES_PER_SECOND,
+        call_each, memory=_MEMORY + _MEMORY_PER_BYTE * size, seconds=_SECONDS + size // _BYTES_PER_SECOND
     )
     lines = board[8:].rstrip(b"\0").decode().split("\n")[:-1]
     problems = {int(position): problem for position, _, problem in (line.partition(" ") for line in lines)}

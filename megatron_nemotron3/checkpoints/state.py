@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_nemotron3.checkpoints.convert.keys import pattern_of_names
 from megatron_nemotron3.checkpoints.folders import checkpoint_path, latest_iteration
 from megatron_nemotron3.checkpoints.metadata import (
     COMMON,
@@ -22,6 +23,7 @@ from megatron_nemotron3.checkpoints.pickles import Inert, Pickle, arguments, ine
 from megatron_nemotron3.checkpoints.read import MappedFile, read_pickle
 from megatron_nemotron3.checkpoints.resume import load_options
 from megatron_nemotron3.checkpoints.structure import CONFIG, check_structure, complete_index
+from megatron_nemotron3.models.stack_specs import ARGUMENT
 
 #: Objects of the state in torch's own format.
 _STATE_OBJECTS = ("args", "iteration", "checkpoint_version")
@@ -61,13 +63,22 @@ def common_state(index: CheckpointIndex) -> dict[str, Any]:
         state = state[0]
     if not isinstance(state, dict):
         raise CheckpointError(f"{index.folder / place.file}: the common state is a {type(state).__name__}")
-    return state
+    return _with_pattern(index, state)
 
 
 def read_dcp_state(index: CheckpointIndex) -> dict[str, Any]:
     """Read the state in torch's own format, which has an object for each entry; entries may be missing."""
     objects = ((name, index.objects.get(name)) for name in _STATE_OBJECTS)
-    return {name: stored_object(index.folder, place) for name, place in objects if place is not None}
+    return _with_pattern(index, {n: stored_object(index.folder, at) for n, at in objects if at is not None})
+
+
+def _with_pattern(index: CheckpointIndex, state: dict[str, Any]) -> dict[str, Any]:
+    """Complete arguments without a pattern, as of a list of layer configs, whose experts may differ."""
+    args = stored_arguments(state)
+    if args and not (args.get("hybrid_layer_pattern") or args.get("hybrid_override_pattern")):
+        found = pattern_of_names(index.tensors, args)
+        args |= {"hybrid_layer_pattern": found, ARGUMENT: args.get(ARGUMENT)} if found else {}
+    return state
 
 
 def read_state(index: CheckpointIndex) -> dict[str, Any]:

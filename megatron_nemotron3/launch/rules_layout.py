@@ -169,9 +169,8 @@ LAYOUT_RULES: tuple[Rule, ...] = (
         "expert-grid",
         lambda c: c.config.is_moe and _dense_ranks(c) % c.layout.expert_ranks,
         lambda c: (
-            f"TP*CP*DP={_dense_ranks(c)} ranks per pipeline stage are not divisible by "
-            f"ETP*EP={c.layout.expert_ranks}: raise DP to a multiple of "
-            f"{_smallest_dp(c)} or lower EP"
+            f"TP*CP*DP={_dense_ranks(c)} ranks per pipeline stage are not divisible by ETP*EP="
+            f"{c.layout.expert_ranks}: raise DP to a multiple of {_smallest_dp(c)} or lower EP"
         ),
         _STATE,
     ),

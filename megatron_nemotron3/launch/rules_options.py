@@ -19,6 +19,7 @@ from megatron_nemotron3.models.stack_specs import has_spec
 _MASKING = ("--sft", "--eod-mask-loss", "--rl-use-sequence-packing")
 _PER_TOKEN = "--calculate-per-token-loss"
 _LATENT_NORM = "--moe-use-norm-before-up-proj"
+_FUSER = "--use-transformer-engine-op-fuser"
 _RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
 
 #: Options that must be given through config, layout, schedule or backend, so that rules can see them.
@@ -192,9 +193,8 @@ OPTION_RULES: tuple[Rule, ...] = (
         "documents-cp",
         lambda c: _unpadded(c) and c.layout.cp > 1 and ("M" in c.kinds or c.config.has_mtp),
         lambda c: (
-            f"{_unpadded(c)} with CP={c.layout.cp}: Megatron splits a row over CP ranks "
-            "regardless of document boundaries, but Mamba and MTP assume that each document is split by "
-            "itself: use cp=1"
+            f"{_unpadded(c)} with CP={c.layout.cp}: Megatron splits a row over CP ranks regardless of "
+            "document boundaries, but Mamba and MTP assume that each document is split by itself: use cp=1"
             + (", or backend torch" if _unpadded(c) == _ISOLATING else ", or --sft, which pads documents")
         ),
         "megatron/core/ssm/mamba_context_parallel.py; Megatron-LM #6205, #4495",
@@ -263,7 +263,7 @@ OPTION_RULES: tuple[Rule, ...] = (
         "megatron/core/pipeline_parallel/combined_1f1b.py",
     ),
     _option(
-        "--use-transformer-engine-op-fuser",
+        _FUSER,
         "its expert path ignores per-module precision, so MTP would run in NVFP4; drop it",
         "megatron/core/transformer/moe/experts.py",
         lambda c: c.precision == "nvfp4" and c.config.has_mtp,
@@ -294,8 +294,7 @@ OPTION_RULES: tuple[Rule, ...] = (
             f"{_bf16_gradients(c)} accumulates the gradient of the output layer, which MTP shares, in BF16. "
             "When Ultra trained, this lost MTP's small contribution at about 8T tokens, and the MTP loss "
             "spiked until reduction was in FP32. Drop it (from --gpu: --without grad-reduce-in-bf16), or at "
-            "least accumulate locally in FP32: "
-            f"{_FP32_LOCAL} all"
+            f"least accumulate locally in FP32: {_FP32_LOCAL} all"
         ),
         "Ultra report (arXiv 2606.15007)",
         "warning",
@@ -390,5 +389,12 @@ VERSION_RULES: tuple[Rule, ...] = (
         ),
         "megatron/core/tensor_parallel/inference_layers.py",
         "warning",
+    ),
+    _option(
+        "--moe-use-grouped-tensor",
+        f"NCCL EP (--moe-flex-dispatcher-backend ncclep) takes it only with {_FUSER}: add that, or drop it",
+        f"{CONFIG} of 2026-08-22",
+        lambda c: _FUSER not in c.options and c.option("--moe-flex-dispatcher-backend", "") == "ncclep",
+        "warning",  # releases may take it: Megatron-Bridge 0.7.1 runs it
     ),
 )

@@ -112,10 +112,7 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
         self.register_parameter("weight", weight)
 
     def forward(
-        self,
-        input_: Tensor,
-        weight: Tensor | None = None,
-        runtime_gather_output: bool | None = None,
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Normalize [s, b, d] with FP32 statistics, then multiply. Returns (output, bias or None)."""
         normed = self.normed(input_)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import takewhile
 from typing import Any
@@ -25,12 +25,7 @@ from torch import Tensor
 from megatron_nemotron3.layers import padding
 from megatron_nemotron3.layers.attention import TorchCoreAttention
 from megatron_nemotron3.layers.context_parallel import PackedContextParallel, mark_whole
-from megatron_nemotron3.layers.registration import (
-    announce_completion,
-    argument,
-    keep_argument,
-    when_taken,
-)
+from megatron_nemotron3.layers.registration import announce_completion, argument, keep_argument, when_taken
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.stack_specs import ARGUMENT, experts_text
 
@@ -222,15 +217,22 @@ def _follow_list(model: Nemotron3Config | None, owner: Any) -> None:
     listed = getattr(owner, "hybrid_layer_config_list", None)
     if listed is None:
         return
-    decoder = takewhile(lambda entry: getattr(entry, "__name__", "") != "MTPSplit", listed)
+    config, own = owner.config, {"moe_ffn_hidden_size", "moe_router_topk"}
+    decoder = [*takewhile(lambda entry: getattr(entry, "__name__", "") != "MTPSplit", listed)]
     layers = [entry for entry in decoder if type(entry).__name__ == "MoELayerConfig"]
     text = " ".join(f"{layer.moe_ffn_hidden_size}:{layer.moe_router_topk}" for layer in layers)
     if model is not None and text != experts_text(model):
         raise _unfit(
             model, f"width:top-k {experts_text(model):.200}", f"hybrid_layer_config_list has {text:.200}"
         )
-    if {*text.split()} - {f"{owner.config.moe_ffn_hidden_size}:{owner.config.moe_router_topk}"}:
-        keep_argument(ARGUMENT, text)
+    # A checkpoint states these two for each E layer of the decoder, and other sizes once for all layers.
+    sizes = {one.name for one in fields(Nemotron3Config) if one.name in vars(config)} - {"mtp_num_layers"}
+    sized = [(one, sizes - own) for one in decoder] + [(one, sizes) for one in listed[len(decoder) :]]
+    if all(
+        getattr(one, n) == getattr(config, n) for one, ns in sized if not isinstance(one, type) for n in ns
+    ):
+        alike = f"{config.moe_ffn_hidden_size}:{config.moe_router_topk}"
+        keep_argument(ARGUMENT, "" if {*text.split()} <= {alike} else text)
 
 
 def _unfit(model: Nemotron3Config, has: str, launch: str) -> ValueError:

@@ -99,8 +99,8 @@ def read_experts(text: str) -> tuple[tuple[int, int], ...] | None:
 
 def stored_experts(args: Mapping[str, Any]) -> str | None:
     """Return `experts_text` of the model that saved a checkpoint; None if its arguments do not say."""
-    if isinstance(text := args.get(ARGUMENT), str):
-        return text
+    if ARGUMENT in args:  # None: of a list of layer configs, which no stack of ours has read
+        return text if isinstance(text := args[ARGUMENT], str) else None
     spec = args.get("spec") or ("megatron", "")
     if not isinstance(spec, (list, tuple)) or len(spec) != 2 or not all(isinstance(s, str) for s in spec):
         return None

@@ -340,8 +340,7 @@ def _megatron_config(
     if model is not None:
         require_experts(os.fspath(folder), values, model)
         return dataclasses.replace(model, vocab_size=vocab_size) if vocab_size else model, False
-    arguments = state.get("args")
-    if not isinstance(arguments, Inert):
+    if not isinstance(arguments := state.get("args"), Inert):
         raise ValueError(
             f"{folder}: the checkpoint stores no arguments, so its model is unknown: give --model"
         )

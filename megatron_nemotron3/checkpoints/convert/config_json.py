@@ -108,7 +108,9 @@ def _stated_model(data: Mapping[str, Any], base: Nemotron3Config | None) -> dict
         field: positive_number(data, keys, real=field in FLOATS, optional=field in OPTIONAL)
         for field, keys in _fields_of(kinds).items()
     }
-    _check_built(kinds, values)
+    for field, built in BUILT.items() if "M" in kinds else ():
+        if values[field] != built:
+            raise ValueError(f"{FIELDS[field][0]}={values[field]}: Megatron builds Mamba-2 with {built} only")
     if "E" in kinds:
         for topk in sorted({values["moe_router_topk"], *(topk for _, topk in rows or ())}):
             _check_normalized(data.get(NORMALIZED), topk)
@@ -152,16 +154,12 @@ def write(
         del result[WIDTH], result[TOPK]  # readers would take them for those of all layers
     if reference is not None:
         check_same_model(read(reference, name=f"{config.name}, reference"), config)
-        ours = (
-            set(result)
-            - {*LAYERS[1], *MTP_LAYERS[1]}
-            - {FIELDS[field][0] for field in FREE}
-            - {"architectures", KEY, MTP_KEY, *CLAMPS}
-        )
-        ours -= set() if "-" in config.full_pattern else {"intermediate_size"}
+        free = {"architectures", KEY, MTP_KEY, *CLAMPS, *LAYERS[1], *MTP_LAYERS[1]}
+        free |= {FIELDS[field][0] for field in FREE}
+        free |= set() if "-" in config.full_pattern else {"intermediate_size"}
         # The default is infinite and is left out: JSON has no infinity, and libraries write it differently.
         merged = {
-            key: result[key] if key in ours else value
+            key: result[key] if key in result and key not in free else value
             for key, value in reference.items()
             if key not in LIMITS
         }
@@ -207,12 +205,6 @@ def _normalized(value: Any) -> Any:
     if isinstance(value, (int, float)) and value >= INFINITE:
         return math.inf
     return value
-
-
-def _check_built(kinds: str, values: Mapping[str, Any]) -> None:
-    for field, built in BUILT.items() if "M" in kinds else ():
-        if values[field] != built:
-            raise ValueError(f"{FIELDS[field][0]}={values[field]}: Megatron builds Mamba-2 with {built} only")
 
 
 def _check_normalized(stated: Any, topk: int) -> None:

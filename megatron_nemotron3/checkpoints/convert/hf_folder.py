@@ -313,11 +313,8 @@ def _parse_header_entry(name: str, entry: Any) -> tuple[int, int, str, tuple[int
 
 
 def _is_list_of_naturals(values: Any) -> bool:
-    return (
-        isinstance(values, list)
-        and len(values) < 64
-        and all(type(v) is int and 0 <= v < 1 << 62 for v in values)
-    )
+    short = isinstance(values, list) and len(values) < 64
+    return short and all(type(v) is int and 0 <= v < 1 << 62 for v in values)
 
 
 def safetensors_header(

@@ -118,8 +118,6 @@ def load_base(model: Any, folder: Path, *, option: str = "", dp_cp: Any = None) 
     wanted = set(state)  # Megatron also returns arguments and counters
     loaded = dist_checkpointing.load(state, place, validate_access_integrity=False)
     differ = model.load_state_dict({k: v for k, v in loaded.items() if k in wanted}, strict=False)
-    keys = [
-        key for key in (*differ.missing_keys, *differ.unexpected_keys) if not key.endswith("_extra_state")
-    ]
-    if keys:
+    unfit = (*differ.missing_keys, *differ.unexpected_keys)
+    if keys := [key for key in unfit if not key.endswith("_extra_state")]:
         raise ValueError(f"{option}{folder}: {len(keys)} tensors do not fit, first {keys[0]}")

@@ -22,16 +22,26 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_nemotron3.checkpoints.convert.sources import SourceTensor
 from megatron_nemotron3.checkpoints.metadata import DistTensor
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.config import MOST
 from megatron_nemotron3.models.parameters import Prefix, prefixes
-from megatron_nemotron3.models.pattern import HybridPattern
+from megatron_nemotron3.models.pattern import MTP_SEPARATOR, HybridPattern
 from megatron_nemotron3.models.tensors import ROWS, NamedShape, Row, Spelling, rows_of
 
 #: The layer prefix of a Megatron name.
 _PREFIX = re.compile(r"(?:decoder|mtp)\.layers\.[0-9]+\.(?:mtp_model_layer\.layers\.[0-9]+\.)?")
+_LAYER = re.compile(r"(decoder|mtp\.layers\.[0-9]+\.mtp_model_layer)\.layers\.([0-9]+)\.(.+)")
+#: Names that each layer of a kind has, and no other layer -> kind.
+_TELLING = {
+    "mixer.D": "M",
+    "self_attention.linear_proj.weight": "*",
+    "mlp.router.weight": "E",
+    "mlp.linear_fc2.weight": "-",
+}
 _EXPERT = re.compile(r"(?:(?<=experts\.)|(?<=weight))(?:0|[1-9][0-9]*)(?=\.|\Z)")
 
 
@@ -47,8 +57,6 @@ class Match:
 
 
 _RowEntry = tuple[Row, Spelling, NamedShape]
-
-
 #: Prefixes that wrappers add to a key (fsdp_dtensor checkpoints, DDP, Float16Module).
 _WRAPPERS = re.compile(r"^(?:(?:model|module)\.)+")
 #: The same within the names of a MIMO model, each of whose modules has wrappers of its own.
@@ -112,6 +120,29 @@ def numbered_by_layer(keys: Iterable[str], pattern: HybridPattern) -> dict[str, 
             raise ValueError(f"{found[new]!r} and {key!r} are the same tensor of the pattern {pattern}")
         found[new] = key
     return {key: new for new, key in found.items()}
+
+
+def pattern_of_names(keys: Iterable[str], args: Mapping[str, Any]) -> str | None:
+    """Return the pattern, without pipeline cuts, of the model whose weights have these keys.
+
+    None unless the layers are numbered without a gap, each is of one kind, and blocks of MTP are alike. How
+    often MTP is applied is in `args`, the stored arguments.
+    """
+    stacks: dict[str, dict[int, str]] = {}
+    for key in keys:
+        if (match := _LAYER.fullmatch(plain_name(key))) and (kind := _TELLING.get(match[3])):
+            layers, number = stacks.setdefault(match[1], {}), int(match[2])
+            layers[number] = layers.get(number, "") + kind
+    texts = ["".join(kind for _, kind in sorted(layers.items())) for _, layers in sorted(stacks.items())]
+    sizes = [(len(layers), max(layers) + 1) for _, layers in sorted(stacks.items())]
+    if "decoder" not in stacks or sizes != [(len(text), len(text)) for text in texts]:
+        return None
+    main, *blocks = texts
+    depths = args.get("mtp_num_layers") or (0 if args.get("mtp_use_repeated_layer") else len(blocks))
+    possible = range(1, MOST["mtp_num_layers"] + 1) if blocks else (0,)
+    if type(depths) is not int or depths not in possible or len({*blocks}) > 1:
+        return None
+    return MTP_SEPARATOR.join((main, *blocks[:1] * depths))
 
 
 class NameLookup:
@@ -204,20 +235,15 @@ def master_keys(
 def _missing_masters_message(
     missing: int, total: int, first: str, tensors: Mapping[str, DistTensor | SourceTensor]
 ) -> str:
-    number = (
-        f"{missing} of {total} weights have no FP32 master that can be identified by name, first {first!r}: "
-    )
+    why = "the checkpoint holds no optimizer state with names (saved with --no-save-optim, or a release): "
     if buckets := sum(_BUCKET.fullmatch(key) is not None for key in tensors):
-        return number + (
-            f"the distributed optimizer saved them in {buckets} bucket(s), which only a run with the same "
-            f"parallel layout can interpret. To export them, {_RESHARD}; or leave --from-optimizer-master out"
-        )
-    if any(non_weight_kind(key) == "optimizer" for key in tensors):
-        return number + (
+        why = f"the distributed optimizer saved them in {buckets} bucket(s), which only a run with the same "
+        why += f"parallel layout can interpret. To export them, {_RESHARD}; or "
+    elif any(non_weight_kind(key) == "optimizer" for key in tensors):
+        why = (
             f"the optimizer state covers only some of the weights. If it was saved that way, {_RESHARD}; or "
-            "leave --from-optimizer-master out"
         )
-    return number + (
-        "the checkpoint holds no optimizer state with names (saved with --no-save-optim, or a release): "
-        "leave --from-optimizer-master out"
+    return (
+        f"{missing} of {total} weights have no FP32 master that can be identified by name, first {first!r}: "
+        f"{why}leave --from-optimizer-master out"
     )

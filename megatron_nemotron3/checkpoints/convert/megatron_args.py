@@ -52,7 +52,7 @@ _MAY_BE_ZERO = frozenset(("moe_aux_loss_coeff", "moe_router_bias_update_rate", "
 #: Arguments of every Nemotron-H model -> (value, meaning of another value). A missing argument is taken to
 #: have this value.
 _FAMILY: dict[str, tuple[Any, str]] = {
-    "group_query_attention": (True, "attention without query groups"),
+    "group_query_attention": (True, ""),
     "squared_relu": (True, "an activation other than squared ReLU"),
     "swiglu": (False, "gated MLPs"),
     "normalization": ("RMSNorm", "other norms"),
@@ -198,9 +198,10 @@ def _stored_moe_layers(values: dict[str, Any]) -> tuple[tuple[int, int], ...] | 
     """Return the experts of each E layer: our stack and converter store them, or the stack's name says it."""
     text = stored_experts(values)
     if text is None:
+        spec = f"--spec {values.get('spec')!r:.100}, a stack of one's own"
         raise ValueError(
-            f"the stored arguments have --spec {values['spec']!r:.100}, a stack of one's own, which "
-            "may have other experts in each layer: give the model (--model NAME or FILE)"
+            f"the stored arguments have {'no pattern but a list' if ARGUMENT in values else spec}, which may "
+            "have other sizes in each layer: give the model (--model NAME or FILE)"
         )
     try:
         return read_experts(text)
@@ -224,8 +225,8 @@ def stored_pattern(name: str, values: dict[str, Any]) -> patterns.HybridPattern:
     text = values.get("hybrid_layer_pattern") or values.get("hybrid_override_pattern")
     if not isinstance(text, str):
         raise ValueError(
-            f"{name}: the stored arguments have no hybrid_layer_pattern and no hybrid_override_pattern: "
-            "it is not a hybrid model, or its layers were given as ratios"
+            f"{name}: the stored arguments have no hybrid_layer_pattern and no hybrid_override_pattern, and "
+            "the names of tensors tell no layers of a hybrid model: give the model (--model NAME or FILE)"
         )
     mtp, depths = values.get("mtp_hybrid_override_pattern"), values.get("mtp_num_layers") or 0
     if isinstance(mtp, str) and type(depths) is int and patterns.MTP_SEPARATOR not in text:
@@ -235,18 +236,11 @@ def stored_pattern(name: str, values: dict[str, Any]) -> patterns.HybridPattern:
 
 
 def _check_family(values: dict[str, Any], moe: bool) -> None:
-    family = {**_FAMILY, **(_MOE_FAMILY if moe else {})}
+    family = _FAMILY | (_MOE_FAMILY if moe else {}) | {name: (False, what) for name, what in _ABSENT.items()}
     wrong = [
         f"{argument}={values[argument]!r} ({meaning})"
         for argument, (value, meaning) in family.items()
-        if meaning
-        and argument != "group_query_attention"
-        and values.get(argument, value) not in (value, None)
-    ]
-    wrong += [
-        f"{argument}={values[argument]!r} ({what})"
-        for argument, what in _ABSENT.items()
-        if values.get(argument)
+        if meaning and values.get(argument, value) not in (value, None)
     ]
     groups = values.get("moe_router_num_groups")
     if moe and groups not in (None, 1):

@@ -22,8 +22,8 @@ from megatron_nemotron3.checkpoints.metadata import (
     TensorChunk,
     explained,
 )
-from megatron_nemotron3.checkpoints.pickles import Inert
 from megatron_nemotron3.checkpoints.read import ChunkLayouts, MappedFiles
+from megatron_nemotron3.checkpoints.state import stored_arguments
 from megatron_nemotron3.checkpoints.structure import Verdict, complete_index
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.tensors import symbol_sizes
@@ -86,13 +86,11 @@ def reorder_mamba(source: FileSource, config: Nemotron3Config, state: dict[str, 
 
 
 def _written_tp(source: FileSource, state: dict[str, Any]) -> int:
-    arguments = state.get("args")
-    tp = arguments.field("tensor_model_parallel_size") if isinstance(arguments, Inert) else None
+    tp = stored_arguments(state).get("tensor_model_parallel_size")
     if type(tp) is not int or tp < 1:
         raise CheckpointError(
-            f"{source.folder}: the order of Mamba's in_proj rows depends on the TP that wrote it, but "
-            f"its stored arguments have tensor_model_parallel_size={tp!r}: save it with --ckpt-format "
-            "torch_dist"
+            f"{source.folder}: the order of Mamba's in_proj rows depends on the TP that wrote it, but its "
+            f"stored arguments have tensor_model_parallel_size={tp!r}: save it with --ckpt-format torch_dist"
         )
     return tp
 

@@ -99,14 +99,8 @@ def qkv(megatron: Shapes, hf: Shapes, head_dim: int = 0) -> CopyPlan:
     return CopyPlan(megatron, hf, tuple(pieces))
 
 
-RULES: dict[str, Callable[[Shapes, Shapes, int], CopyPlan]] = {
-    "copy": copy,
-    "vocabulary": vocabulary,
-    "concat": concat,
-    "shared": shared,
-    "stack": stack,
-    "qkv": qkv,
-}
+_RULES: tuple[Callable[[Shapes, Shapes, int], CopyPlan], ...] = (copy, vocabulary, concat, shared, stack, qkv)
+RULES = {rule.__name__: rule for rule in _RULES}
 
 
 def _paired_tensors(megatron: Shapes, hf: Shapes) -> list[tuple[str, str, Shape]]:

@@ -208,11 +208,7 @@ def _is_attention_output(share: RankShare, module: str) -> bool:
 
 
 #: Kind -> parts that only the gradient of a table reads.
-_READ_BY_WEIGHTS = {
-    "embedding": ("word_embeddings",),
-    "mtp": ("embedding",),
-    "output": ("output_layer",),
-}
+_READ_BY_WEIGHTS = {"embedding": ("word_embeddings",), "mtp": ("embedding",), "output": ("output_layer",)}
 
 
 @lru_cache(maxsize=65536)

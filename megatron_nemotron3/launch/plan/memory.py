@@ -57,11 +57,7 @@ class RankMemory:
 
 
 def memory(
-    launch: Launch,
-    pp_rank: int = 0,
-    *,
-    imbalance: float = 1.0,
-    share: RankShare | None = None,
+    launch: Launch, pp_rank: int = 0, *, imbalance: float = 1.0, share: RankShare | None = None
 ) -> RankMemory:
     """What one rank holds at the worst moment of a step.
 

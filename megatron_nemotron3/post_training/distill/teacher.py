@@ -40,12 +40,11 @@ _MOST = 8
 def layout_of(model: HybridModel) -> ParallelLayout:
     """The layout in which a model was built."""
     config, at = model.config, model.pg_collection
-    pp = at.pp.size()
     return ParallelLayout(
         tp=at.tp.size(),
         sp=bool(config.sequence_parallel),
-        pp=pp,
-        vpp=max(1, (model.hybrid_layer_pattern.count("|") + 1) // pp),
+        pp=at.pp.size(),
+        vpp=config.virtual_pipeline_model_parallel_size or 1,
         ep=at.ep.size(),
         etp=at.expt_tp.size(),
         cp=at.cp.size(),

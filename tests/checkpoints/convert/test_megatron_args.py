@@ -304,7 +304,10 @@ def test_vocabulary() -> None:
         ({"normalization": "LayerNorm"}, "normalization='LayerNorm'"),
         ({"moe_router_score_function": "softmax"}, "moe_router_score_function='softmax'"),
         ({"moe_router_enable_expert_bias": False}, "a router without expert bias"),
-        ({"hybrid_layer_pattern": None, "hybrid_override_pattern": None}, "it is not a hybrid model"),
+        (
+            {"hybrid_layer_pattern": None, "hybrid_override_pattern": None},
+            "and the names of tensors tell no layers of a hybrid model",
+        ),
         ({"hybrid_layer_pattern": "MEX"}, "'X'"),
         ({"hybrid_layer_pattern": "ME/*E/E"}, "all depths must be equal"),
         ({"hybrid_layer_pattern": "M-", "ffn_hidden_size": None}, "no ffn_hidden_size"),
