@@ -191,7 +191,7 @@ def _magnitudes(source: torch.Tensor, tile: int) -> torch.Tensor:
     else:
         work.copy_(source).abs_()
     largest = cut.largest(work)
-    return cut.tiles(largest, tile) if tile > 1 else largest
+    return largest.unflatten(1, (-1, tile)).amax(2) if tile > 1 else largest
 
 
 def _rounded_values(
