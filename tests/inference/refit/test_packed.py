@@ -21,6 +21,7 @@ QUICK: Packing = ("super-tiny", "tp=2,ep=2", "nvfp4", False, {"buffer": 100_000}
 MORE: list[Packing] = [
     ("nano-tiny", "tp=2,etp=2,dp=1", "fp8-blockwise", False, {}),
     ("super-tiny", "tp=2,etp=2,dp=1", "nvfp4", True, {}),
+    ("super-tiny", "tp=2,ep=2", "nvfp4-mse", True, {}),
     ("lightning-tiny", "tp=2", "nvfp4", True, {"buffer": 100_000}),
     ("nano-tiny", "pp=2", "fp8", True, {}),
     ("super-tiny", "tp=2,ep=2", "fp8-blockwise", False, {"buffer": 60_000}),
