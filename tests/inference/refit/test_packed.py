@@ -87,7 +87,7 @@ def test_what_no_format_holds_is_an_error_before_anything_moves(value: float) ->
         (["--to", "replicas=1", "--engine", "hf", "--quantize", "fp8-blockwise"], "whole blocks of 128"),
         (
             ["--to", "replicas=1", "--engine", "hf", "--quantize", "int4"],
-            "are nvfp4, fp8 (a refit packs fp8-blockwise",
+            "are nvfp4, nvfp4-mse, fp8 (a refit packs fp8-blockwise",
         ),
         (
             ["--to", "replicas=1", "--engine", "hf", "--quantize", "fp8,4over6=1"],

@@ -216,6 +216,21 @@ def test_a_search_finds_the_least_error_of_all_scales(
     assert bool((errors[0] <= errors[1] * (1 + 1e-5)).all())  # of every block, against largest magnitudes
 
 
+@pytest.mark.parametrize(
+    ("values", "scale", "steps"),
+    [
+        ([227.0] + [128.0] * 15, 64, 7),  # stores 128 as 2 * 64
+        ([13 / 512] + [0.0] * 15, 13 / 512, 11),  # no smaller scale stores 13 * 2^-9
+        ([178.0] + [12.0, 143.0, 11.0] * 5, 24, -3),  # cuts 178
+    ],
+)
+def test_scales_far_from_those_of_the_largest_magnitudes_are_found(values, scale, steps) -> None:
+    weight = torch.tensor([[2688.0] + [0.0] * 15, values])  # the tensor's scale is 1
+    bits = _nvfp4(weight, ALL_SCALES)[1]
+    assert torch.equal(bits, _all_tried(weight)) and e4m3.decode(bits).flatten().tolist() == [448, scale]
+    assert (bits.int() - _nvfp4(weight)[1].int()).flatten().tolist() == [0, steps]
+
+
 @pytest.mark.parametrize("power", [-100, -60, -23, 60, 120])
 def test_a_search_of_all_scales_knows_no_smallest_and_no_largest_tensor(power: int) -> None:
     """Squares are kept within FP32, where ModelOpt's search gives all blocks the smallest scale."""
