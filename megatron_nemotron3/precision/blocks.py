@@ -90,11 +90,6 @@ def largest(magnitudes: torch.Tensor) -> torch.Tensor:
     return magnitudes.view(torch.int32).amax(1).view(torch.float32)
 
 
-def tiles(columns: torch.Tensor, size: int) -> torch.Tensor:
-    """Maxima of columns [n, k] -> maxima of tiles [n, k / size]."""
-    return columns.unflatten(1, (-1, size)).amax(2)
-
-
 def expand(grid: torch.Tensor, blocks: torch.Tensor, spec: Spec) -> torch.Tensor:
     """Reshape values on the block grid to [n, 1] or [n, 1, k], which broadcast to a view."""
     if spec.tile:

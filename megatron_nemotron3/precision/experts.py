@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_nemotron3.common.hooks import first_forward
 from megatron_nemotron3.precision.formats import NVFP4
-from megatron_nemotron3.precision.products import dequantized, draws, matmul, operand
+from megatron_nemotron3.precision.products import draws, matmul, operand
 from megatron_nemotron3.precision.quantizer import Operand
 from megatron_nemotron3.precision.recipe import MatmulRecipe, Spec
 from megatron_nemotron3.precision.scales import product_scale
@@ -133,8 +133,8 @@ class EmulatedGroupedProduct(torch.autograd.Function):
         else:
             a = rows.operand(x, recipe.fprop[0])
             if record is not None and first_forward():
-                record.add("fprop.x", x, recipe.fprop[0], dequantized(a), rows.owner)
-                _record_weights(record, "fprop.weight", weights, recipe.fprop[1], kept)
+                record.add("fprop.x", x, recipe.fprop[0], a, rows.owner)
+                record.add("fprop.weight", weights, recipe.fprop[1], kept)
             y = _quantized_matmuls(a, kept, rows, x.dtype, transposed=True)
         shared = kept if kept is not None and recipe.shares_weight else (None, None)
         ctx.save_for_backward(x, *shared, *weights)
@@ -157,20 +157,13 @@ class EmulatedGroupedProduct(torch.autograd.Function):
                 a = ctx.rows.operand(dy, how_dy)
                 w = stacked_operand(weights, how_weight) if values is None else Operand(values, amax)
                 if record is not None:
-                    record.add("dgrad.dy", dy, how_dy, dequantized(a), ctx.rows.owner)
+                    record.add("dgrad.dy", dy, how_dy, a, ctx.rows.owner)
                     if values is None:
-                        _record_weights(record, "dgrad.weight", weights, how_weight, w)
+                        record.add("dgrad.weight", weights, how_weight, w)
                 dx = _quantized_matmuls(a, w, ctx.rows, x.dtype, transposed=False)
             if any(ctx.needs_input_grad[3:]):
                 dw = _expert_weight_gradients(dy, x, weights[0], job)
         return dx, None, None, *dw
-
-
-def _record_weights(
-    record: LinearSums, name: str, weights: Sequence[Tensor], how: Spec, made: Operand
-) -> None:
-    if not record.has(name):
-        record.add(name, torch.stack([w.detach() for w in weights]), how, dequantized(made))
 
 
 def _plain_matmuls(x: Tensor, weights: Sequence[Tensor], rows: ExpertRows, *, transposed: bool) -> Tensor:
@@ -218,7 +211,7 @@ def _expert_weight_gradients(dy: Tensor, x: Tensor, like: Tensor, job: GroupedJo
         if job.record is not None:
             names = ("wgrad.dy", "wgrad.x")
             for name, z, how, made in zip(names, (dy, x), recipe.wgrad, (p, q), strict=True):
-                job.record.add(name, rows.fill(z), how, dequantized(made), rows.owner, rows.filler)
+                job.record.add(name, rows.fill(z), how, made, rows.owner, rows.filler)
         dy, x = p.values, q.values
         if p.amax is not None and q.amax is not None:
             scale = product_scale(p.amax, q.amax)  # [blocks of rows, 1]

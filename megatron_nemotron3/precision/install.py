@@ -200,7 +200,7 @@ def assign_products(module: Any, where: str, ambient: str, chosen: Emulation, qu
         _require_whole_blocks(module, where, ambient)
         module.products = None
         if ambient == NVFP4:
-            module.products = PackedProducts(named_recipe(chosen.packed)[1].four_over_six)
+            module.products = PackedProducts(named_recipe(chosen.packed)[1].search)
         return
     formats = _chosen_formats(ambient, chosen, quant_config)
     recipes = [recipe(fmt, chosen) for fmt in formats]

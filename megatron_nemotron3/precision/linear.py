@@ -17,9 +17,9 @@ from torch.autograd.function import once_differentiable
 
 from megatron_nemotron3.common.hooks import first_forward
 from megatron_nemotron3.precision import experts
-from megatron_nemotron3.precision.products import dequantized, draws, gather_rows, operand, padded, product
+from megatron_nemotron3.precision.products import draws, gather_rows, operand, padded, product
 from megatron_nemotron3.precision.quantizer import Operand
-from megatron_nemotron3.precision.recipe import MatmulRecipe, Spec
+from megatron_nemotron3.precision.recipe import MatmulRecipe
 from megatron_nemotron3.precision.settings import gpu_kernels_enabled
 from megatron_nemotron3.precision.statistics import LinearSums
 
@@ -139,8 +139,8 @@ class _EmulatedLinear(torch.autograd.Function):
         else:
             a = operand(rows, recipe.fprop[0])
             if job.record is not None and first_forward():
-                _record_operand(job.record, "fprop.x", rows, recipe.fprop[0], a)
-                _record_operand(job.record, "fprop.weight", weight, recipe.fprop[1], kept)
+                job.record.add("fprop.x", rows, recipe.fprop[0], a)
+                job.record.add("fprop.weight", weight, recipe.fprop[1], kept)
             y = product(a, kept.t(), x.dtype)
         shared = kept if kept is not None and recipe.shares_weight else (None, None)
         ctx.save_for_backward(x, weight, *shared)
@@ -161,8 +161,9 @@ class _EmulatedLinear(torch.autograd.Function):
                 dx = _quantized_dgrad(dy, weight, shared, job, x.dtype)
                 dx = dx.view(*grad.shape[:-1], x.shape[-1])
                 if job.sequence_parallel:
-                    dx, handle = _reduce_scatter(dx, x, job.group)
-                    handles.append(handle)
+                    total, dx = dx.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+                    scatter = torch.distributed.reduce_scatter_tensor
+                    handles.append(scatter(dx, total, group=job.group, async_op=True))
                 elif job.allreduce:
                     handles.append(torch.distributed.all_reduce(dx, group=job.group, async_op=True))
             if ctx.needs_input_grad[1]:
@@ -181,9 +182,10 @@ def _quantized_dgrad(
         return dy @ weight
     how_dy, how_weight = job.recipe.dgrad
     a, b = operand(dy, how_dy), shared or operand(weight, how_weight)
-    _record_operand(job.record, "dgrad.dy", dy, how_dy, a)
-    if shared is None:
-        _record_operand(job.record, "dgrad.weight", weight, how_weight, b)
+    if job.record is not None:
+        job.record.add("dgrad.dy", dy, how_dy, a)
+        if shared is None:
+            job.record.add("dgrad.weight", weight, how_weight, b)
     return product(a, b, dtype)
 
 
@@ -194,22 +196,7 @@ def _quantized_wgrad(dy: Tensor, x: Tensor, job: _LinearJob, dtype: torch.dtype)
         return dy.t() @ x
     filled = [padded(z, recipe.token_block) for z in (dy, x)]
     a, b = (operand(z, how) for z, how in zip(filled, recipe.wgrad, strict=True))
-    for name, z, how, made in zip(("wgrad.dy", "wgrad.x"), filled, recipe.wgrad, (a, b), strict=True):
-        _record_operand(job.record, name, z, how, made, len(z) - len(x))
+    if job.record is not None:
+        for name, z, how, made in zip(("wgrad.dy", "wgrad.x"), filled, recipe.wgrad, (a, b), strict=True):
+            job.record.add(name, z, how, made, filler=len(z) - len(x))
     return product(a.t(), b, dtype)
-
-
-def _record_operand(
-    record: LinearSums | None, name: str, x: Tensor, how: Spec, made: Operand, filler: int = 0
-) -> None:
-    """Record an operand if this step is measured; a weight once a step. filler: padding rows at the end."""
-    if record is None or (name.endswith("weight") and record.has(name)):
-        return
-    rows = torch.full((1,), filler, device=x.device) if filler else None  # the device writes it itself
-    record.add(name, x, how, dequantized(made), filler=rows)
-
-
-def _reduce_scatter(dx: Tensor, like: Tensor, group: Any) -> tuple[Tensor, Any]:
-    """Sum [s, ...] over ranks: (this rank's part, of the shape of `like`; handle to wait for)."""
-    part = torch.empty_like(like, memory_format=torch.contiguous_format)
-    return part, torch.distributed.reduce_scatter_tensor(part, dx.contiguous(), group=group, async_op=True)

@@ -101,7 +101,9 @@ class PrecisionObserver:
             return
         self._ran = False
         self._steps += 1
-        iteration = _iteration() or self._steps
+        # The number of the step that just ended in Megatron's training loop; any other loop is counted here.
+        current = getattr(megatron_options(), "curr_iteration", None)
+        iteration = self._steps if current is None else int(current) + 1
         if self.switch.on:
             self._write(iteration)
         self.switch.step_done(iteration)
@@ -166,12 +168,6 @@ def _report_columns(record: LinearSums, tensor: str, sums: Tensor, amax: Tensor)
             expert = max(known, key=shares.__getitem__)
             share = shares[expert]
     return (*whole, expert, share)
-
-
-def _iteration() -> int | None:
-    """The number of the step that just ended in Megatron's training loop; None in any other loop."""
-    current = getattr(megatron_options(), "curr_iteration", None)
-    return None if current is None else int(current) + 1
 
 
 #: Observers of this process by id, in the order of their stacks, which is the same on all ranks.
@@ -260,8 +256,7 @@ class Observed:
         """Measure rows [t, d], padded to blocks; `counts`: rows of each expert, None for a dense linear."""
         if counts is None:
             filled = padded(x, block)
-            filler = torch.full((1,), len(filled) - len(x), device=x.device)
-            self.record.add(name, filled, how, self._quantized(filled, how), None, filler)
+            self.record.add(name, filled, how, self._quantized(filled, how), filler=len(filled) - len(x))
             return
         rows = ExpertRows(counts, block, x.device)
         filled = rows.fill(x)

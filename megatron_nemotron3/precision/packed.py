@@ -22,8 +22,8 @@ class PackedProducts:
     #: In training and evaluation.
     formats = (NVFP4, NVFP4)
 
-    def __init__(self, four_over_six: bool = False) -> None:
-        self.four_over_six = four_over_six
+    def __init__(self, search: str = "") -> None:
+        self.search = search
 
     def recipe(self, module: Any) -> str:
         """The same in training and evaluation."""
@@ -31,7 +31,7 @@ class PackedProducts:
 
     def linear(self, module: Any, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """x [s, b, in] -> [s, b, out]; arguments are those of Megatron's own function."""
-        (values,) = _StraightThrough.apply(module.tp_group, self.four_over_six, weight)
+        (values,) = _StraightThrough.apply(module.tp_group, self.search, weight)
         y: Tensor = module.plain_product(x, values, *args, **kwargs)
         return y
 
@@ -41,28 +41,27 @@ class PackedProducts:
 
     def grouped(self, module: Any, x: Tensor, weights: list[Tensor], counts: list[int] | Tensor) -> Tensor:
         """x [t, in], rows sorted by expert -> [t, out]."""
-        values = _StraightThrough.apply(module.tp_group, self.four_over_six, *weights)
+        values = _StraightThrough.apply(module.tp_group, self.search, *weights)
         y: Tensor = module.products_of(x, list(values), counts)
         return y
 
 
-def packed_values(weights: Tensor, group: Any, four_over_six: bool = False) -> Tensor:
+def packed_values(weights: Tensor, group: Any, search: str = "") -> Tensor:
     """The values of E packed weights [E, out, in], in their dtype."""
     largest = weights.abs().flatten(1).amax(1).float()
     if group is not None and group.size() > 1:
         torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group)
-    largest = torch.where(largest == 0, 1.0, largest).view(-1, 1, 1)
-    scale = largest / torch.full_like(largest, nvfp4.limit(four_over_six))
-    codes = nvfp4.quantize(weights, scale, largest if four_over_six else None)
-    return nvfp4.dequantize(*codes, scale).to(weights.dtype)
+    largest = largest.view(-1, 1, 1)
+    scale = nvfp4.scale_of(largest, nvfp4.LARGEST[search])
+    return nvfp4.dequantize(*nvfp4.quantize(weights, largest, search), scale).to(weights.dtype)
 
 
 class _StraightThrough(torch.autograd.Function):
-    """(group, whether four-over-six, weights) -> their packed values; the gradient passes unchanged."""
+    """(group, search for scales, weights) -> their packed values; the gradient passes unchanged."""
 
     @staticmethod
-    def forward(ctx: Any, group: Any, four_over_six: bool, *weights: Tensor) -> tuple[Tensor, ...]:
-        return packed_values(torch.stack([w.detach() for w in weights]), group, four_over_six).unbind(0)
+    def forward(ctx: Any, group: Any, search: str, *weights: Tensor) -> tuple[Tensor, ...]:
+        return packed_values(torch.stack([w.detach() for w in weights]), group, search).unbind(0)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_nemotron3.precision import blocks as cut
+from megatron_nemotron3.precision.numerics import FOUR_OVER_SIX
 from megatron_nemotron3.precision.numerics.grid import E2M1, E4M3, ValueGrid, draw
-from megatron_nemotron3.precision.numerics.nvfp4 import FOUR_OVER_SIX_MAX, MAX, limit
+from megatron_nemotron3.precision.numerics.nvfp4 import FOUR_OVER_SIX_MAX, LARGEST, MAX
 from megatron_nemotron3.precision.recipe import Spec
 from megatron_nemotron3.precision.scales import (
     Scales,
@@ -102,7 +103,7 @@ def units(
     prepared = prepare(x, spec, amax)
     values = _rounded_values(prepared, spec, generator, dtype or x.dtype, units=True)
     assert prepared.amax is not None
-    return Operand(values, prepared.amax * (MAX / limit(spec.four_over_six)))
+    return Operand(values, prepared.amax * (MAX / LARGEST[FOUR_OVER_SIX * spec.four_over_six]))
 
 
 def prepare(x: torch.Tensor, spec: Spec, amax: Amax | None = None) -> PreparedOperand:
@@ -191,7 +192,7 @@ def _magnitudes(source: torch.Tensor, tile: int) -> torch.Tensor:
     else:
         work.copy_(source).abs_()
     largest = cut.largest(work)
-    return cut.tiles(largest, tile) if tile > 1 else largest
+    return largest.unflatten(1, (-1, tile)).amax(2) if tile > 1 else largest
 
 
 def _rounded_values(
@@ -213,7 +214,7 @@ def _rounded_values(
         encode, decode = mxfp8_scales(prepared.block_amax)
     else:
         encode, decode = _block_scales(x, spec, prepared.block_amax, amax)
-        decode = decode if units else nvfp4_steps(decode, amax, limit(spec.four_over_six))
+        decode = decode if units else nvfp4_steps(decode, amax, LARGEST[FOUR_OVER_SIX * spec.four_over_six])
     return _round_blocks(x, spec, encode, decode, out, generator)
 
 

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from megatron_nemotron3.precision.numerics import ALL_SCALES, FOUR_OVER_SIX
+
 if TYPE_CHECKING:
     from megatron_nemotron3.models import Nemotron3Config
 
@@ -32,8 +34,8 @@ class ServingRecipe:
     bf16_before_attention: bool = False
     #: NVFP4 weights with BF16 activations, even if activation scales are given.
     weight_only: bool = False
-    #: Scales are chosen by error: 6 or 4 in an NVFP4 block (`numerics.nvfp4`), 448 or 299 in FP8.
-    four_over_six: bool = False
+    #: How NVFP4 scales are chosen by error; in four-over-six 448 or 299 are the largest FP8 element likewise.
+    search: str = ""
     #: Layers are listed individually (MIXED_PRECISION), even if all have one format.
     listed: bool = False
 
@@ -45,15 +47,20 @@ _ALL_FP8 = dict.fromkeys(_ALL_NVFP4, FP8)
 RECIPES: dict[str, ServingRecipe] = {
     "super-nvfp4": ServingRecipe(
         _LATENT_NVFP4,
-        "ModelOpt 0.47, NVIDIA-Nemotron-3-Super-120B-A12B-BF16/ptq/nvfp4-max-calib; its nvfp4-mse tries 126 "
-        "scales per block. The released file came from a search layer by layer: some of these FP8 layers "
-        "are BF16 there, and a few others FP8",
+        "ModelOpt 0.47, NVIDIA-Nemotron-3-Super-120B-A12B-BF16/ptq/nvfp4-max-calib. The released file came "
+        "from a search layer by layer: some of these FP8 layers are BF16 there, and a few others FP8",
+        listed=True,
+    ),
+    "super-nvfp4-mse": ServingRecipe(
+        _LATENT_NVFP4,
+        "ModelOpt 0.47, NVIDIA-Nemotron-3-Super-120B-A12B-BF16/ptq/nvfp4-mse; FP8 scales are not searched",
+        search=ALL_SCALES,
         listed=True,
     ),
     "ultra-nvfp4": ServingRecipe(
         _LATENT_NVFP4,
         "ModelOpt 0.47, NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16/ptq/nvfp4-4o6",
-        four_over_six=True,
+        search=FOUR_OVER_SIX,
         listed=True,
     ),
     "nano-nvfp4": ServingRecipe(
@@ -65,7 +72,7 @@ RECIPES: dict[str, ServingRecipe] = {
         {"routed experts": NVFP4, "shared experts": NVFP4, "output head": NVFP4, "Mamba projections": FP8},
         "ModelOpt 0.47, NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16/ptq/w4a16_nvfp4_4o6",
         weight_only=True,
-        four_over_six=True,
+        search=FOUR_OVER_SIX,
         listed=True,
     ),
     "super-fp8": ServingRecipe(
@@ -89,9 +96,10 @@ def named_recipe(text: str) -> tuple[str, ServingRecipe]:
     found = RECIPES[name]
     if comma and switch not in ("4over6=0", "4over6=1"):
         raise ValueError(f"only ,4over6=1 or ,4over6=0 may follow {name}, not {comma}{switch}")
-    if comma and NVFP4 not in found.formats.values():
-        raise ValueError(f"{name} has no NVFP4 weights to scale by four-over-six: drop ,{switch}")
-    made = replace(found, four_over_six=switch == "4over6=1") if comma else found
+    if comma and (found.search == ALL_SCALES or NVFP4 not in found.formats.values()):
+        what = "all scales to choose from" if found.search else "no NVFP4 weights to scale by four-over-six"
+        raise ValueError(f"{name} has {what}: drop ,{switch}")
+    made = replace(found, search=FOUR_OVER_SIX * (switch == "4over6=1")) if comma else found
     return (name if made == found else text), made
 
 
@@ -113,8 +121,6 @@ _KINDS = {
     "shared experts": {"shared_experts"},
     "Mamba projections": {"mamba_in", "mamba_out"},
 }
-
-
 #: Recipe -> kinds of linears whose weights it stores in NVFP4; recipes that training can follow.
 PACKED_KINDS: dict[str, frozenset[str]] = {
     name: frozenset().union(*(_KINDS[title] for title in titles))

@@ -26,6 +26,8 @@ from torch import Tensor
 
 from megatron_nemotron3.common.hooks import MeasuredSteps
 from megatron_nemotron3.precision import blocks as cut
+from megatron_nemotron3.precision.products import dequantized
+from megatron_nemotron3.precision.quantizer import Operand
 from megatron_nemotron3.precision.recipe import MatmulRecipe, Spec
 from megatron_nemotron3.precision.report import GRADIENT
 from megatron_nemotron3.precision.scales import rotate
@@ -159,18 +161,24 @@ class LinearSums:
     def add(
         self,
         tensor: str,
-        x: Tensor,
+        x: Tensor | Sequence[Tensor],
         how: Spec,
-        q: Tensor,
+        made: Operand | Tensor,
         owner: Tensor | None = None,
-        filler: Tensor | None = None,
+        filler: Tensor | int = 0,
     ) -> None:
-        """Add an operand; arguments as `measure`, with this rank's experts as groups.
+        """Add an operand, a weight once a step; as `measure`, with this rank's experts as groups.
 
-        x may also be a matrix per expert, [E, m, k], without `owner`.
+        x may also be a matrix per expert, without `owner`. filler: of each group, or of the only one.
         """
+        if tensor.endswith("weight") and self.has(tensor):
+            return
+        x = x if isinstance(x, Tensor) else torch.stack([w.detach() for w in x])
         if owner is None and x.ndim == 3:
             owner = torch.arange(len(x), device=x.device).repeat_interleave(x.shape[1])
+        if isinstance(filler, int):  # the device writes it itself
+            filler = torch.full((1,), filler, device=x.device)
+        q = dequantized(made) if isinstance(made, Operand) else made
         found = measure(x, how, q, owner=owner, groups=self.local, filler=filler)
         self.of(tensor, x.device).add(found, self.first)
 

@@ -173,18 +173,13 @@ def bf16_layers(config: Nemotron3Config, precision: str) -> BF16Layers:
 
 def tail(config: Nemotron3Config) -> BF16Layers:
     """14 layers for Super, 16 for Ultra, else 15 % of the layers, rounded up. No first layers stay BF16."""
-    published = _PUBLISHED_TAIL.get((config.name, config.num_layers))
-    return published or _share_of_layers(config.num_layers)
+    return tail_of_depth(config.num_layers, config.name)
 
 
-def tail_of_depth(num_layers: int) -> BF16Layers:
-    """The tail of the catalog's model with this number of layers, else 15 % as for `tail`."""
-    published = next((found for (_, layers), found in _PUBLISHED_TAIL.items() if layers == num_layers), None)
-    return published or _share_of_layers(num_layers)
-
-
-def _share_of_layers(num_layers: int) -> BF16Layers:
-    return BF16Layers(0, -(-15 * num_layers // 100), "none published: 15 % as for Super")
+def tail_of_depth(num_layers: int, name: str = "") -> BF16Layers:
+    """The tail of the catalog's model with this number of layers (and name), else 15 % as for `tail`."""
+    found = (t for key, t in _PUBLISHED_TAIL.items() if key == (name or key[0], num_layers))
+    return next(found, BF16Layers(0, -(-15 * num_layers // 100), "none published: 15 % as for Super"))
 
 
 def bf16_tail(config: Nemotron3Config) -> int:

@@ -219,10 +219,9 @@ def require_fit(file: PrecisionFile, structure: Structure, where: str) -> None:
         elif not kinds:
             present = structure.kinds()
             globs = [glob for kind in LINEARS if kind.name in present for glob in kind.modules]
-            problems.append(
-                f"{at} matches no linear of this model, which has {', '.join(globs)}"
-                + _suggested_glob(matcher.pattern, globs)
-            )
+            # A typo is in the last name.
+            meant = hint(matcher.pattern.rpartition(".")[2], {g.rpartition(".")[2]: g for g in globs})
+            problems.append(f"{at} matches no linear of this model, which has {', '.join(globs)}{meant}")
         elif len(kinds) > 1 and matcher.pattern != "*":
             examples = ", ".join(f"{kind} ({names[0]})" for kind, names in kinds.items())
             problems.append(f"{at} takes {len(kinds)} kinds: {examples}; write one matcher for each")
@@ -347,12 +346,6 @@ def _place(section: str, name: str) -> str:
 def _shown(value: Any) -> str:
     """A value of the file for a message, shortened: aliases can make a small file a huge value."""
     return reprlib.repr(value)
-
-
-def _suggested_glob(pattern: str, globs: Sequence[str]) -> str:
-    """The glob with the most similar last name, which is where a typo is."""
-    by_name = {glob.rpartition(".")[2]: glob for glob in globs}
-    return hint(pattern.rpartition(".")[2], by_name)
 
 
 def _strict_loader() -> Any:

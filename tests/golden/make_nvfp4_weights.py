@@ -5,13 +5,15 @@
 
 Runs on a CPU. Per case: `weight` (bits of `dtype`), `codes`, `scale` (bits of float8_e4m3fn), `scale_2`, and
 `values`, the bits of the weights ModelOpt's dequantization gives in bfloat16. Names with `four_` are of its
-four-over-six (`configs/numerics/nvfp4_four_over_six`, a search over 1 and 1.5). Its kernel that is for CUDA
-alone, of the values that the search compares, is replaced by ModelOpt's functions for CPUs. `fp8_amax` is
-what the same search makes of the weight's largest magnitude for FP8 (`configs/numerics/fp8`).
+four-over-six (`configs/numerics/nvfp4_four_over_six`, a search over 1 and 1.5), those with `all_` of its
+search over all E4M3 scales (`configs/numerics/nvfp4_static`, `fp8_scale_sweep`). Its kernel that is for CUDA
+alone, of the values that a search compares, is replaced by ModelOpt's functions for CPUs. `fp8_amax` is what
+the search over 1 and 1.5 makes of the weight's largest magnitude for FP8 (`configs/numerics/fp8`).
 """
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -58,6 +60,8 @@ def cases() -> dict[str, torch.Tensor]:
         "column": normal[:1, :16].bfloat16(),
         "odd": (normal[:7, :48] * 0.02).bfloat16(),
         "subnormal": (spread * torch.exp2(-torch.arange(24.0))[:, None]).float() * 1e-3,
+        # From two values in the first row to all, so that many scales have the same error, or nearly.
+        "ties": MAGNITUDES[torch.randint(0, 1 << 20, (24, 64)) % torch.arange(2, 26)[:, None] % 16] * 0.37,
         "equal": torch.tensor([6.0, 4, 3, 2] * 12).view(3, 16).bfloat16(),  # no error with 6, nor with 4
     }
 
@@ -83,7 +87,33 @@ FOUR_OVER_SIX = {
 }
 
 
-def four_over_six(weight: torch.Tensor) -> tuple[Any, torch.Tensor, torch.Tensor]:
+#: As `ptq/nvfp4-mse` of Super.
+ALL_SCALES = {
+    "quant_cfg": [
+        {"quantizer_name": "*", "enable": False},
+        {
+            "quantizer_name": "*weight_quantizer",
+            "cfg": {"num_bits": (2, 1), "block_sizes": {-1: 16, "type": "static", "scale_bits": (4, 3)}},
+        },
+    ],
+    "algorithm": {"method": "mse", "fp8_scale_sweep": True},
+}
+
+
+def all_scales(weight: torch.Tensor) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """`searched` over all scales. A tensor whose squares FP32 cannot hold is multiplied by a power of two.
+
+    ModelOpt takes a tensor up to 3.6e-7 for one of zeros, and gives the smallest scale to all its blocks.
+    """
+    largest = float(weight.abs().max())
+    if 1e-6 < largest < 1e15:
+        return searched(weight, ALL_SCALES)
+    unit = 2.0 ** -math.frexp(largest)[1]
+    made, scale, scale_2 = searched(weight * unit, ALL_SCALES)
+    return made, scale, scale_2 / unit
+
+
+def searched(weight: torch.Tensor, search: dict[str, Any]) -> tuple[Any, torch.Tensor, torch.Tensor]:
     """ModelOpt's `NVFP4QTensor` of a weight, its block scales and its tensor scale."""
     import modelopt.torch.quantization as mtq
     from modelopt.torch.kernels.quantization.gemm.fp4_kernel import compute_fp4_scales
@@ -101,7 +131,7 @@ def four_over_six(weight: torch.Tensor) -> tuple[Any, torch.Tensor, torch.Tensor
     linear.weight.data.copy_(weight)
     model = torch.nn.Sequential(linear)
     with mock.patch.object(tensor_quantizer, "static_blockwise_fp4_fake_quant", values):
-        mtq.quantize(model, FOUR_OVER_SIX)
+        mtq.quantize(model, search)
     quantizer = model[0].weight_quantizer
     scale, scale_2 = NVFP4QTensor.get_weights_scaling_factor_from_quantizer(quantizer, weight)
     return NVFP4QTensor.quantize(weight.clone(), 16, scale, scale_2)
@@ -130,8 +160,12 @@ def main() -> None:
         arrays[f"{name}.dtype"] = numpy.array(str(weight.dtype).removeprefix("torch."))
         arrays[f"{name}.weight"] = weight.view(signed).numpy()
         arrays[f"{name}.fp8_amax"] = fp8_amax(weight).numpy()
-        plain = NVFP4QTensor.quantize(weight.clone(), 16)
-        for form, (made, scale, scale_2) in (("", plain), ("four_", four_over_six(weight))):
+        forms = {
+            "": NVFP4QTensor.quantize(weight.clone(), 16),
+            "four_": searched(weight, FOUR_OVER_SIX),
+            "all_": all_scales(weight),
+        }
+        for form, (made, scale, scale_2) in forms.items():
             values = made.dequantize(torch.bfloat16, scale=scale, double_scale=scale_2, block_sizes={-1: 16})
             arrays |= {
                 f"{name}.{form}codes": made._quantized_data.numpy(),

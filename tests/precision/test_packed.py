@@ -16,7 +16,7 @@ from megatron_nemotron3.launch import Launch, flags, precision_file
 from megatron_nemotron3.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_nemotron3.models import get
 from megatron_nemotron3.precision import install, yaml_file
-from megatron_nemotron3.precision.numerics import nvfp4
+from megatron_nemotron3.precision.numerics import ALL_SCALES, FOUR_OVER_SIX, nvfp4
 from megatron_nemotron3.precision.packed import PackedProducts, packed_values
 from megatron_nemotron3.precision.serving import PACKED_KINDS, unquantized_layers
 from megatron_nemotron3.precision.settings import (
@@ -35,31 +35,36 @@ from tests.support.quantized_models import Memory, random_model
 SUPER = Emulation(packed="super-nvfp4")
 
 
-def converted(weight: Tensor, four: bool = False) -> Tensor:
+def converted(weight: Tensor, search: str = "") -> Tensor:
     """What `convert to-hf --quantize` stores of a weight, as `from-hf --dequantize` reads it."""
     amax = nvfp4.amax(weight)
-    scale = nvfp4.tensor_scale(amax, nvfp4.limit(four))
-    codes = nvfp4.quantize(weight, scale, amax if four else None)
-    return nvfp4.dequantize(*codes, scale).to(weight.dtype)
+    scale = nvfp4.tensor_scale(amax, nvfp4.LARGEST[search])
+    return nvfp4.dequantize(*nvfp4.quantize(weight, amax, search), scale).to(weight.dtype)
 
 
-@pytest.mark.parametrize("four", [False, True])
+@pytest.mark.parametrize("search", nvfp4.LARGEST)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_values_are_the_converters(dtype: torch.dtype, four: bool) -> None:
+def test_values_are_the_converters(dtype: torch.dtype, search: str) -> None:
     """Each weight by its own largest magnitude: an outlier, tiny ones, and one of zeros."""
     weights = torch.randn(4, 48, 64, generator=torch.Generator().manual_seed(1))
     weights[0, 3, 5], weights[3] = 900.0, 0.0
     weights = (weights * torch.tensor([1.0, 1e-3, 40.0, 1.0]).view(-1, 1, 1)).to(dtype)
-    expected = torch.stack([converted(w, four) for w in weights])
-    assert torch.equal(packed_values(weights, None, four), expected)
+    expected = torch.stack([converted(w, search) for w in weights])
+    assert torch.equal(packed_values(weights, None, search), expected)
     assert not torch.equal(expected, weights)
 
 
 @pytest.mark.parametrize(
-    ("recipe", "four"),
-    [("super-nvfp4", False), ("super-nvfp4,4over6=1", True), ("ultra-nvfp4", True), ("nvfp4", False)],
+    ("recipe", "search"),
+    [
+        ("super-nvfp4", ""),
+        ("super-nvfp4,4over6=1", FOUR_OVER_SIX),
+        ("ultra-nvfp4", FOUR_OVER_SIX),
+        ("nvfp4", ""),
+        ("nvfp4-mse", ALL_SCALES),
+    ],
 )
-def test_values_are_those_of_the_packed_checkpoint(recipe: str, four: bool) -> None:
+def test_values_are_those_of_the_packed_checkpoint(recipe: str, search: str) -> None:
     """Every expert of a model in Hugging Face's form, packed by the converter and read back."""
     config = get("super-tiny").but(pattern="ME*", num_moe_experts=4, moe_router_topk=2)
     source = Memory(random_model(config, torch.float32))
@@ -67,7 +72,7 @@ def test_values_are_those_of_the_packed_checkpoint(recipe: str, four: bool) -> N
     names = [name for name in source.tensors if ".experts." in name and "mtp" not in name]
     assert len(names) == 8
     for name in names:
-        used = packed_values(source.read(name)[None], None, four)[0]
+        used = packed_values(source.read(name)[None], None, search)[0]
         assert torch.equal(used.bfloat16(), read_back.read(name))
 
 
@@ -123,13 +128,14 @@ def test_nano_spares_the_mamba_layer_before_attention() -> None:
 @pytest.mark.usefixtures("world")
 def test_what_cannot_be_packed_is_refused() -> None:
     assert parse_emulation("super-nvfp4") == SUPER and parse_emulation(SUPER.text()) == SUPER
-    assert set(PACKED_KINDS) == {"super-nvfp4", "ultra-nvfp4", "nano-nvfp4"}
+    assert set(PACKED_KINDS) == {"super-nvfp4", "super-nvfp4-mse", "ultra-nvfp4", "nano-nvfp4"}
     for text, message in (
         ("lightning-nvfp4", "output head"),
         ("super-fp8", "has no NVFP4"),
         ("super-nvfp4,sr=0", "only ,4over6=1 or ,4over6=0 may follow"),
         ("super-nvfp4,4over6=1,4over6=0", "only ,4over6=1 or ,4over6=0 may follow"),
         ("super-fp8,4over6=1", "has no NVFP4 weights to scale"),
+        ("super-nvfp4-mse,4over6=0", "super-nvfp4-mse has all scales to choose from: drop ,4over6=0"),
         ("super-int4", "a recipe of packed weights"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -146,21 +152,20 @@ def test_what_cannot_be_packed_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("world")
-def test_four_over_six_is_the_recipes_unless_the_text_says_otherwise() -> None:
-    for text, canonical, four in (
-        ("super-nvfp4,4over6=1", "super-nvfp4,4over6=1", True),
-        ("super-nvfp4,4over6=0", "super-nvfp4", False),
-        ("ultra-nvfp4", "ultra-nvfp4", True),
-        ("ultra-nvfp4,4over6=0", "ultra-nvfp4,4over6=0", False),
+def test_the_search_is_the_recipes_unless_the_text_says_otherwise() -> None:
+    for text, canonical, search in (
+        ("super-nvfp4,4over6=1", "super-nvfp4,4over6=1", FOUR_OVER_SIX),
+        ("super-nvfp4,4over6=0", "super-nvfp4", ""),
+        ("super-nvfp4-mse", "super-nvfp4-mse", ALL_SCALES),
+        ("ultra-nvfp4", "ultra-nvfp4", FOUR_OVER_SIX),
+        ("ultra-nvfp4,4over6=0", "ultra-nvfp4,4over6=0", ""),
     ):
         chosen = parse_emulation(text)
         assert chosen is not None and chosen.text() == canonical and parse_emulation(canonical) == chosen
         model = built(chosen, "ME*")
         step(model)
-        products = {
-            m.products.four_over_six for m in model.modules() if hasattr(m, "products") and m.products
-        }
-        assert products == {four}
+        found = {m.products.search for m in model.modules() if hasattr(m, "products") and m.products}
+        assert found == {search}
 
 
 def both_kinds() -> dict[str, tuple[Tensor, Tensor, Tensor]]:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_nemotron3.precision.numerics import e2m1, e4m3
+from megatron_nemotron3.precision.numerics import FOUR_OVER_SIX, e2m1, e4m3
 from megatron_nemotron3.precision.numerics.grid import E2M1, draw
-from megatron_nemotron3.precision.numerics.nvfp4 import limit
+from megatron_nemotron3.precision.numerics.nvfp4 import LARGEST
 from megatron_nemotron3.precision.quantizer import Amax, _block_scales, prepare
 from megatron_nemotron3.precision.recipe import MatmulRecipe, Spec, recipe
 from megatron_nemotron3.precision.scales import mxfp8_exponents, mxfp8_scales, nvfp4_steps
@@ -42,7 +42,8 @@ class PackedOperand:
             steps = (self.scales.to(torch.int32) << 23).view(torch.float32)
         else:
             values = e2m1.decode(e2m1.unpack(self.codes))
-            steps = nvfp4_steps(e4m3.decode(self.scales), self.amax, limit(self.spec.four_over_six))
+            largest = LARGEST[FOUR_OVER_SIX * self.spec.four_over_six]
+            steps = nvfp4_steps(e4m3.decode(self.scales), self.amax, largest)
         blocks = values.unflatten(-1, (-1, self.spec.block)) * steps.unsqueeze(-1)
         result = blocks.flatten(-2).to(dtype)
         return result.mT.contiguous() if self.spec.axis == -2 else result

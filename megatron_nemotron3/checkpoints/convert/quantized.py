@@ -38,6 +38,7 @@ from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, CheckpointError, read_json
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.tensors import hf_root
+from megatron_nemotron3.precision.numerics import FOUR_OVER_SIX
 from megatron_nemotron3.precision.numerics import NVFP4_BLOCK as BLOCK
 from megatron_nemotron3.precision.serving import (
     BF16,
@@ -85,8 +86,8 @@ class Weight:
     algorithm: str | None
     #: Given scales: suffix after "X." -> value.
     given: Mapping[str, float] = field(default_factory=dict)
-    #: Scales are chosen by error: of the blocks of an NVFP4 weight, of an FP8 weight.
-    four_over_six: bool = False
+    #: How scales are chosen by error: of the blocks of an NVFP4 weight, of an FP8 weight; "": they are not.
+    search: str = ""
 
     @property
     def module(self) -> str:
@@ -153,8 +154,7 @@ def quantization(
         kind: [f"{n.removesuffix('.weight')}.input_scale" for n, k in by_name.items() if k == kind]
         for kind in (NVFP4, FP8)
     }
-    root = hf_root(config)
-    attention = [f"{root}.layers.{i}.mixer." for i, kind in enumerate(config.pattern) if kind == "*"]
+    attention = [f"{hf_root(config)}.layers.{i}.mixer." for i, k in enumerate(config.pattern) if k == "*"]
     wanted["KV cache"] = [f"{p}{x}_proj.{x}_scale" for p in attention for x in "kv"]
     if rules.weight_only:
         wanted[NVFP4] = []
@@ -169,9 +169,10 @@ def quantization(
     weights = []
     for tensor in tensors:
         module = tensor.name.removesuffix(".weight")
-        names = [f"{module}.{suffix}" for suffix in SCALES]
-        own = {n.rpartition(".")[2]: given[n] for n in names if n in used}
-        weights.append(Weight(tensor, algorithms.get(by_name[tensor.name]), own, rules.four_over_six))
+        own = {suffix: given[n] for suffix in SCALES if (n := f"{module}.{suffix}") in used}
+        kind = by_name[tensor.name]
+        search = rules.search if kind == NVFP4 or rules.search == FOUR_OVER_SIX else ""
+        weights.append(Weight(tensor, algorithms.get(kind), own, search))
     kept = tuple(n for n, kind in by_name.items() if kind == FP8 and not have[FP8])
     unused = tuple(name for name in given if name not in used)
     return Quantization(full, tuple(weights), have["KV cache"], kept, unused)
@@ -287,7 +288,7 @@ def quantized_lines(plan: Quantization | None) -> Iterator[str]:
     if plan is None:
         return
     kinds = Counter(weight.algorithm for weight in plan.weights if weight.algorithm)
-    by_error = ", NVFP4 scales by error" if any(w.four_over_six for w in plan.weights) else ""
+    by_error = ", NVFP4 scales by error" if any(w.search for w in plan.weights) else ""
     counts = ", ".join(f"{n:,} weights {kind}" for kind, n in kinds.items())
     yield f"quantized    by {plan.recipe}: {counts}{by_error}"
     if plan.kept:

@@ -289,12 +289,12 @@ class Quantized(TensorSource):
     def _weight_scale(self, weight: Weight) -> Tensor:
         """Return the scale of a whole tensor; the first call reads all its elements."""
         name, shape, _ = weight.tensor
-        limit = e4m3.MAX if weight.algorithm == "FP8" else nvfp4.limit(weight.four_over_six)
+        limit = e4m3.MAX if weight.algorithm == "FP8" else nvfp4.LARGEST[weight.search]
         try:
             if name not in self._amax:
                 pieces = [*bands(whole(shape), 1 << 22)]
                 amax = max(nvfp4.amax(self._elements(name, some)) for some in pieces)
-                if weight.four_over_six and weight.algorithm == "FP8":
+                if weight.search and weight.algorithm == "FP8":
                     errors = torch.stack([fp8.squared_errors(self._elements(name, p), amax) for p in pieces])
                     dtype = self._source.tensors[name].torch_dtype
                     amax = fp8.of_smaller_error(amax, errors.sum(0), dtype)
@@ -314,16 +314,15 @@ class Quantized(TensorSource):
         first, last = left * each // BLOCK * BLOCK, min(-(-right * each // BLOCK) * BLOCK, shape[1])
         result = torch.empty((bottom - top, right - left), dtype=torch.uint8)
         step = max(1, _QUANTIZE_STEP // max(1, last - first))
-        amax = self._amax[name] if weight.four_over_six else None
         for start in range(top, bottom, step):
             stop = min(start + step, bottom)
             x = self._elements(name, ((start, stop), (first, last)))
             if weight.algorithm == "FP8":
                 made = fp8.quantize(x, scale)
             elif part == "weight":
-                made = nvfp4.quantize(x, scale, amax)[0]
+                made = nvfp4.quantize(x, self._amax[name], weight.search)[0]
             else:
-                made = nvfp4.block_scales(x, scale, amax)
+                made = nvfp4.block_scales(x, self._amax[name], weight.search)
             skip = left - first // each
             result[start - top : stop - top] = made[:, skip : skip + right - left]
         return result

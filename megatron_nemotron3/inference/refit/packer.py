@@ -43,9 +43,9 @@ class PackedSource(Mapping[str, Tensor]):
             if weight.algorithm is not None:
                 grid = grid_of(weight)
                 self._places[name] = size, grid
-                self._searched += [name] * (weight.four_over_six and weight.algorithm == "FP8")
+                self._searched += [name] * bool(weight.search and weight.algorithm == "FP8")
                 size += prod(grid)
-                limit = nvfp4.limit(weight.four_over_six) if "NVFP4" in weight.algorithm else e4m3.MAX
+                limit = nvfp4.LARGEST[weight.search] if "NVFP4" in weight.algorithm else e4m3.MAX
                 limits.append(torch.full((prod(grid),), limit, dtype=torch.float32))
             if name in source:
                 self._made |= {stored.name(name): (weight, stored) for stored in stored_of(weight)}
@@ -125,10 +125,9 @@ class PackedSource(Mapping[str, Tensor]):
             return scale.view(stored.shape)
         x = self._weight(weight.tensor.name)
         if "NVFP4" in str(weight.algorithm):
-            scale, amax = scale.view(()), self.largest[start] if weight.four_over_six else None
             if stored.suffix == "weight":
-                return nvfp4.quantize(x, scale, amax)[0]
-            return nvfp4.block_scales(x, scale, amax).view(torch.float8_e4m3fn)
+                return nvfp4.quantize(x, self.largest[start], weight.search)[0]
+            return nvfp4.block_scales(x, self.largest[start], weight.search).view(torch.float8_e4m3fn)
         rows, columns = (n.clamp(min=0) // BLOCK for n in self._numbers(weight.tensor.name, x))
         scale = scale.view(()) if grid == (1, 1) else scale.view(grid)[rows][:, columns]
         return fp8.quantize(x, scale).view(torch.float8_e4m3fn)

@@ -11,8 +11,6 @@ import torch
 MAX = 448.0
 #: The smallest positive value, a subnormal.
 TINY = 2.0**-9
-#: Bits of 1.0.
-ONE = 0x38
 
 
 def encode(x: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ QUICK: Packing = ("super-tiny", "tp=2,ep=2", "nvfp4", False, {"buffer": 100_000}
 MORE: list[Packing] = [
     ("nano-tiny", "tp=2,etp=2,dp=1", "fp8-blockwise", False, {}),
     ("super-tiny", "tp=2,etp=2,dp=1", "nvfp4", True, {}),
+    ("super-tiny", "tp=2,ep=2", "nvfp4-mse", True, {}),
     ("lightning-tiny", "tp=2", "nvfp4", True, {"buffer": 100_000}),
     ("nano-tiny", "pp=2", "fp8", True, {}),
     ("super-tiny", "tp=2,ep=2", "fp8-blockwise", False, {"buffer": 60_000}),
@@ -86,7 +87,7 @@ def test_what_no_format_holds_is_an_error_before_anything_moves(value: float) ->
         (["--to", "replicas=1", "--engine", "hf", "--quantize", "fp8-blockwise"], "whole blocks of 128"),
         (
             ["--to", "replicas=1", "--engine", "hf", "--quantize", "int4"],
-            "are nvfp4, fp8 (a refit packs fp8-blockwise",
+            "are nvfp4, nvfp4-mse, fp8 (a refit packs fp8-blockwise",
         ),
         (
             ["--to", "replicas=1", "--engine", "hf", "--quantize", "fp8,4over6=1"],
