@@ -112,8 +112,8 @@ def defined(
         if not case.config.is_moe:
             losses = {name: _in_line(loss, name, first, logged) for name, loss in losses.items()}
         first = first or losses
-        values = losses | {"grad norm": norm, "params norm": norm_of(result.weights(number))}
-        values |= {RATE: rates[1]} | _of_routers(by, logged, args)
+        values = losses | {"grad norm": norm, RATE: rates[1]} | _of_routers(by, logged, args)
+        values |= {"params norm": norm_of(result.weights(number))} if "params norm" in logged else {}
         result.curve.steps[number] = LogStep(number, 2, values)
         before = run.seen[number, observer.WEIGHTS]
         distances += chosen(by.routings, step.choices)

@@ -84,13 +84,16 @@ def run_findings(
 ) -> Iterator[Finding]:
     """Hold a run of two steps against one process."""
     yield compared("losses (script)", found, where, partial(logged, "lm loss"))
-    for what, names in (("losses of MTP", r"mtp_\d+ loss"), ("losses of routers", r"\w+_loss")):
+    for what, names, least in (
+        ("losses of MTP", r"mtp_\d+ loss", 0.0),
+        ("losses of routers", r"\w+_loss", 0.0),
+        ("parameter norms", "params norm", _NORM),
+    ):
         if any(re.fullmatch(names, name) for name in base.curve.steps[1].values):
-            yield compared(f"{what} (script)", found, where, partial(logged, names))
+            yield compared(f"{what} (script)", found, where, partial(logged, names), least)
     if set(base.curve.validation) & set(found.curve.validation):
         yield compared("validation loss (script)", found, where, evaluated)
-    for what, name in (("gradient", "grad"), ("parameter", "params")):
-        yield compared(f"{what} norms (script)", found, where, partial(logged, f"{name} norm"), _NORM)
+    yield compared("gradient norms (script)", found, where, partial(logged, "grad norm"), _NORM)
     yield compared("learning rates (script)", found, where, partial(logged, "learning rate"))
     for step in (1, 2):
         yield compared(

@@ -114,7 +114,8 @@ class ScriptRuns:
             data = write_text(self.folder, tokens, longest, blended, seed)
         self.options = (
             *data,
-            *("--eval-iters", "0", "--eval-interval", "2", "--log-interval", "1", "--log-params-norm"),
+            *("--eval-iters", "0", "--eval-interval", "2", "--log-interval", "1"),
+            *(() if "--overlap-param-gather" in self.given else ("--log-params-norm",)),  # it ends later
             *schedule_of({name: flag.values for name, flag in self.given.items()}),
         )
 
@@ -214,8 +215,7 @@ def _script(scripts: ScriptRuns, seed: int) -> Iterator[Finding]:
         yield failed("training", "one process", last_line(problem))
         return
     yield from defined_findings(scripts, compared)
-    first = bench.proxy.sizes[0]
-    where = str(first)
+    first, where = bench.proxy.sizes[0], str(bench.proxy.sizes[0])
     try:
         options = (*scripts.fresh(), *scripts.saving, *_EVALUATING)
         killed = scripts.run("layout", first, *options, watched=True, killed_in=scripts.saved)
