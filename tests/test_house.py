@@ -36,7 +36,7 @@ ROOMS = {
     "inference": 5853,
     "post_training": 5857,
     "run": 360,
-    "proof": 10149,
+    "proof": 10152,
     "bridge": 340,
     "cli": 1310,
 }
