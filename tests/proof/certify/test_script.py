@@ -163,6 +163,14 @@ def test_a_run_that_hangs_or_dies_is_a_finding(tmp_path: Path) -> None:
         assert not script_run.sessions(scripts.folder / "layout")
 
 
+def test_one_of_several_runs_that_fails_is_said(tmp_path: Path) -> None:
+    scripts = script_stage.ScriptRuns(bench(tmp_path, _L()))
+    scripts.write_data()
+    with pytest.raises(RuntimeError, match=r"^rank 0 of 1: .*--no-such-option"):
+        scripts.run_each({"one-0": (), "one-1": ("--no-such-option",)})
+    assert not any(script_run.sessions(scripts.folder / name) for name in ("one-0", "one-1"))
+
+
 #: Layout, pattern and words of launches in which nothing is wrong.
 FULL = [
     pytest.param(_L(tp=2, dp=2, ep=2), "MEM*E", (_RESHARDABLE,), id="TP2 EP2, loads elsewhere"),
