@@ -33,6 +33,8 @@ RANKS = (2, 4, 8, 16, 32)
 #: (docs/measurements.md).
 RANK_GIB, OWN_GIB = 0.5, 0.8
 _GIB = 2**30
+#: Times that one process runs at the same time: from its weights, and from nudged ones (`compare.NUDGES`).
+AT_ONCE = 3
 #: Characters of a finding on the console.
 _LONG = 400
 #: Exit status of --check for a certificate that other versions made.
@@ -86,7 +88,7 @@ def certify(options: argparse.Namespace, command: argparse.ArgumentParser) -> in
             raise ModuleNotFoundError(name=package)
     proxy = make(request, options.ranks)
     source, folder = checkout(), options.output
-    _require_memory(max(sizes.layout.world_size for sizes in proxy.sizes))
+    _require_memory(max(AT_ONCE, *(sizes.layout.world_size for sizes in proxy.sizes)))
     document = certificate.UPGRADE_JSON if against else certificate.JSON
     _require_folder(folder, document)
     if against:

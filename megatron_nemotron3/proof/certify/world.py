@@ -59,8 +59,7 @@ def train(case: TrainingCase, weights: Tensors | None = None, timeout: float = 3
 
 def train_each(case: TrainingCase, starts: Sequence[Tensors], timeout: float = 300) -> list[Result]:
     """As `train` from each of the `starts` at the same time. `case` has the layout of one rank."""
-    calls = [(case, start) for start in starts]
-    return [_together([one]) for one in run_each(_train, calls, timeout * len(starts))]
+    return [_together([one]) for one in run_each(_train, [(case, s) for s in starts], timeout * len(starts))]
 
 
 def _together(ranks: Sequence[dict[str, Any]]) -> Result:
@@ -79,8 +78,7 @@ def _together(ranks: Sequence[dict[str, Any]]) -> Result:
 
 def initial_weights(case: TrainingCase, seed: int = 0) -> Tensors:
     """Random weights of the model of `case`, a case of one rank (`randomized`)."""
-    (held,) = run_distributed(_built, 1, case, apart=True)
-    return randomized(held, seed)
+    return randomized(run_distributed(_built, 1, case, apart=True)[0], seed)
 
 
 def randomized(held: Pieces, seed: int = 0) -> Tensors:

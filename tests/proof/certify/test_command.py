@@ -12,7 +12,7 @@ from megatron_nemotron3 import cli
 from megatron_nemotron3.common import lock, ranks
 from megatron_nemotron3.launch import Launch, flags
 from megatron_nemotron3.launch.flag import render
-from megatron_nemotron3.proof.certify import certificate, command
+from megatron_nemotron3.proof.certify import certificate, command, compare
 from megatron_nemotron3.proof.certify.bench import Bench, Finding, PropertyState, passed, untested
 from megatron_nemotron3.proof.certify.proof import STAGES, Stage
 
@@ -185,6 +185,15 @@ def test_more_ranks_than_memory(script: Path, monkeypatch: pytest.MonkeyPatch, c
         "8 ranks take about 4.8 GiB (0.5 each)" in (said := capsys.readouterr().err)
         and "1.5 GiB are free" in said
     )
+    assert written(script.parent) == []
+
+
+def test_memory_of_small_layouts(script: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    """One process runs as often at the same time as its noise takes, more often than there are ranks."""
+    assert command.AT_ONCE == 1 + compare.NUDGES
+    monkeypatch.setattr(command, "available", lambda: 2.0)
+    assert cli.main(["certify", "launch.sh", "--ranks", "2"]) == 2
+    assert "3 ranks take about 2.3 GiB (0.5 each)" in capsys.readouterr().err
     assert written(script.parent) == []
 
 
