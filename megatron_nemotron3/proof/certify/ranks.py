@@ -58,7 +58,7 @@ def run_distributed(
         inside = partial(_world, f"file://{folder}/store", timeout)
         if world_size == 1 and not apart:
             with environment_kept():
-                os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+                be_alone()
                 with inside():
                     return [function(*args)]
         return run_ranks(Call(function, args, inside), world_size, timeout=timeout, preload=PRELOAD)
@@ -84,8 +84,8 @@ def _one_of(function: Callable[..., Any], calls: Sequence[Sequence[Any]], folder
 
 
 def be_alone() -> int:
-    """Make this rank of several the only one of a world of its own; return its number."""
-    number = int(os.environ["RANK"])
+    """Make this process the only rank of a world of its own; return its rank in the one before, if any."""
+    number = int(os.environ.get("RANK", "0"))
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     return number
 
