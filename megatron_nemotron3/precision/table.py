@@ -176,9 +176,9 @@ def tail(config: Nemotron3Config) -> BF16Layers:
     return tail_of_depth(config.num_layers, config.name)
 
 
-def tail_of_depth(num_layers: int, name: str = "") -> BF16Layers:
+def tail_of_depth(num_layers: int, name: str | None = None) -> BF16Layers:
     """The tail of the catalog's model with this number of layers (and name), else 15 % as for `tail`."""
-    found = (t for key, t in _PUBLISHED_TAIL.items() if key == (name or key[0], num_layers))
+    found = (t for (own, n), t in _PUBLISHED_TAIL.items() if n == num_layers and name in (None, own))
     return next(found, BF16Layers(0, -(-15 * num_layers // 100), "none published: 15 % as for Super"))
 
 

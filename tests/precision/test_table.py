@@ -21,6 +21,7 @@ from megatron_nemotron3.precision.table import (
     kind_named,
     kind_of,
     tail,
+    tail_of_depth,
 )
 from tests.docs.pages import published_recipe
 from tests.support.recipe_table import expected
@@ -67,6 +68,9 @@ def test_the_published_table(config: models.Nemotron3Config, number: int) -> Non
 def test_nothing_else_claims_to_be_published() -> None:
     assert [config.name for config in CONFIGS if is_published(config)] == ["super", "ultra"]
     assert "none published" in tail(models.NANO).source
+    for name in ("", "own"):  # as deep as Ultra
+        assert tail(models.ULTRA.but(name=name)).end == 17
+    assert tail_of_depth(108).end == tail(models.ULTRA).end == 16
     assert all(kind.source and kind.why for kind in KINDS)
 
 
