@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_nemotron3.precision import blocks as cut
-from megatron_nemotron3.precision.numerics import FOUR_OVER_SIX
 from megatron_nemotron3.precision.numerics.grid import E2M1, E4M3, ValueGrid, draw
-from megatron_nemotron3.precision.numerics.nvfp4 import FOUR_OVER_SIX_MAX, LARGEST, MAX
+from megatron_nemotron3.precision.numerics.nvfp4 import FOUR_OVER_SIX_MAX, MAX
 from megatron_nemotron3.precision.recipe import Spec
 from megatron_nemotron3.precision.scales import (
     Scales,
@@ -103,7 +102,7 @@ def units(
     prepared = prepare(x, spec, amax)
     values = _rounded_values(prepared, spec, generator, dtype or x.dtype, units=True)
     assert prepared.amax is not None
-    return Operand(values, prepared.amax * (MAX / LARGEST[FOUR_OVER_SIX * spec.four_over_six]))
+    return Operand(values, prepared.amax * (MAX / FOUR_OVER_SIX_MAX if spec.four_over_six else 1.0))
 
 
 def prepare(x: torch.Tensor, spec: Spec, amax: Amax | None = None) -> PreparedOperand:
@@ -214,7 +213,8 @@ def _rounded_values(
         encode, decode = mxfp8_scales(prepared.block_amax)
     else:
         encode, decode = _block_scales(x, spec, prepared.block_amax, amax)
-        decode = decode if units else nvfp4_steps(decode, amax, LARGEST[FOUR_OVER_SIX * spec.four_over_six])
+        if not units:
+            decode = nvfp4_steps(decode, amax, FOUR_OVER_SIX_MAX if spec.four_over_six else MAX)
     return _round_blocks(x, spec, encode, decode, out, generator)
 
 

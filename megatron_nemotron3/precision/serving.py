@@ -99,7 +99,7 @@ def named_recipe(text: str) -> tuple[str, ServingRecipe]:
     if comma and (found.search == ALL_SCALES or NVFP4 not in found.formats.values()):
         what = "all scales to choose from" if found.search else "no NVFP4 weights to scale by four-over-six"
         raise ValueError(f"{name} has {what}: drop ,{switch}")
-    made = replace(found, search=FOUR_OVER_SIX * (switch == "4over6=1")) if comma else found
+    made = replace(found, search=FOUR_OVER_SIX if switch == "4over6=1" else "") if comma else found
     return (name if made == found else text), made
 
 

@@ -42,7 +42,7 @@ class PackedOperand:
             steps = (self.scales.to(torch.int32) << 23).view(torch.float32)
         else:
             values = e2m1.decode(e2m1.unpack(self.codes))
-            largest = LARGEST[FOUR_OVER_SIX * self.spec.four_over_six]
+            largest = LARGEST[FOUR_OVER_SIX if self.spec.four_over_six else ""]
             steps = nvfp4_steps(e4m3.decode(self.scales), self.amax, largest)
         blocks = values.unflatten(-1, (-1, self.spec.block)) * steps.unsqueeze(-1)
         result = blocks.flatten(-2).to(dtype)
