@@ -227,12 +227,13 @@ def _follow_list(model: Nemotron3Config | None, owner: Any) -> None:
         )
     # A checkpoint states these two for each E layer of the decoder, and other sizes once for all layers.
     sizes = {one.name for one in fields(Nemotron3Config) if one.name in vars(config)} - {"mtp_num_layers"}
-    sized = [(one, sizes - own) for one in decoder] + [(one, sizes) for one in listed[len(decoder) :]]
-    if all(
-        getattr(one, n) == getattr(config, n) for one, ns in sized if not isinstance(one, type) for n in ns
-    ):
-        alike = f"{config.moe_ffn_hidden_size}:{config.moe_router_topk}"
-        keep_argument(ARGUMENT, "" if {*text.split()} <= {alike} else text)
+
+    def alike(entries: Any, names: set[str]) -> bool:
+        built = [entry for entry in entries if not isinstance(entry, type)]
+        return all(getattr(entry, name) == getattr(config, name) for entry in built for name in names)
+
+    if alike(decoder, sizes - own) and alike(listed[len(decoder) :], sizes):
+        keep_argument(ARGUMENT, "" if alike(layers, own) else text)
 
 
 def _unfit(model: Nemotron3Config, has: str, launch: str) -> ValueError:
